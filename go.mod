@@ -1,0 +1,3 @@
+module tuttifs
+
+go 1.26
