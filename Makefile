@@ -1,0 +1,50 @@
+# make demo    a volume on four files, mounted, used, checked and taken down again, in under a minute
+# make test    everything that a change must pass
+SHELL   := /bin/bash
+GO      ?= go
+PREFIX  ?= /usr/local
+DESTDIR ?=
+FUZZTIME ?= 10s
+VERSION := $(shell git describe --always --dirty 2>/dev/null || echo devel)
+# The binary is static. Only the race detector needs cgo, and with it a C compiler.
+RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
+LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
+
+.PHONY: build demo test check fuzz bench install uninstall clean
+
+build: scripts/need-go.sh
+	@scripts/need-go.sh $(GO)
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o bin/tuttifs ./cmd/tuttifs
+
+demo: build
+	@scripts/demo.sh bin/tuttifs
+
+check:
+	@scripts/need-go.sh $(GO)
+	@bad=$$(gofmt -l $$(find . -name '*.go' -not -path './build/*')); [ -z "$$bad" ] || { echo "gofmt -w these: $$bad"; exit 1; }
+	$(GO) vet ./...
+
+test: check build
+	@[ -n "$(RACE)" ] || echo "no gcc here: testing without the race detector"
+	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -p 2 -timeout 15m ./...
+
+fuzz:
+	@scripts/fuzz.sh $(GO) $(FUZZTIME)
+
+bench: build
+	bin/tuttifs bench meta --files 10000000
+	bin/tuttifs bench rings
+
+install: build
+	install -D -m 0755 bin/tuttifs $(DESTDIR)$(PREFIX)/sbin/tuttifs
+	for n in $(LINKS); do ln -sf tuttifs $(DESTDIR)$(PREFIX)/sbin/$$n; done
+	install -D -m 0644 scripts/tuttifs@.service $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
+	for m in docs/man/*.8; do install -D -m 0644 $$m $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
+	@[ -n "$(DESTDIR)" ] || [ "$(PREFIX)" = / ] || echo "mount(8) and fsck(8) look for helpers in /sbin: link them there if $(PREFIX)/sbin is not it"
+
+uninstall:
+	rm -f $(addprefix $(DESTDIR)$(PREFIX)/sbin/,tuttifs $(LINKS)) $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
+	for m in docs/man/*.8; do rm -f $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
+
+clean:
+	rm -rf bin build

@@ -1,0 +1,184 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+
+	"github.com/spf13/pflag"
+)
+
+// env is what a command sees of its process. Commands write data to stdout and everything else to stderr.
+type env struct {
+	stdin          io.Reader
+	stdout, stderr io.Writer
+	prog           string // for messages, e.g. "tuttifs mkfs" or "mkfs.tuttifs"
+}
+
+func (e *env) printf(format string, args ...any) { fmt.Fprintf(e.stdout, format, args...) }
+
+// warnf reports something that does not stop the command.
+func (e *env) warnf(format string, args ...any) {
+	fmt.Fprintf(e.stderr, "%s: %s\n", e.prog, fmt.Sprintf(format, args...))
+}
+
+// command is one verb. Constructors (newMkfs and so on) make it with its flags bound to an options struct of their own, so that
+// no state outlives a run.
+type command struct {
+	name     string // "mkfs", or "bench rings"
+	synopsis string // flags and arguments, as after the name
+	summary  string // one line, for the list of commands
+	long     string // what it does and what not; wrapped by hand
+	example  string // whole lines
+	exits    *exitTable
+	flags    *pflag.FlagSet
+	// run gets the arguments without flags. Returned errors are printed and mapped to an exit status by the caller.
+	run func(ctx context.Context, e *env, args []string) error
+}
+
+// newFlags makes a flag set that leaves errors and help to the caller and lists flags in the order of their definition.
+func newFlags(name string) *pflag.FlagSet {
+	f := pflag.NewFlagSet(name, pflag.ContinueOnError)
+	f.SortFlags = false
+	f.Usage = func() {}
+	f.SetOutput(io.Discard)
+	return f
+}
+
+// commands is the table of verbs, in the order of the help.
+var commands = []func() *command{
+	newMkfs, newMount, newUmount, newFsck, newInfo, newStatus, newLs, newPrefixes, newEvict, newReplay, newTrace,
+	newBenchMeta, newBenchRings,
+}
+
+// helpers are the names that mkfs(8), fsck(8) and mount(8) call.
+var helpers = map[string]func() *command{
+	"mkfs.tuttifs": newMkfs, "fsck.tuttifs": newFsck, "fsck.fuse.tuttifs": newFsck,
+	"mount.tuttifs": newMount, "mount.fuse.tuttifs": newMount,
+}
+
+// runMain finds the command and runs it. It returns the exit status.
+func runMain(ctx context.Context, e *env, argv []string) int {
+	base := filepath.Base(argv[0])
+	if mk := helpers[base]; mk != nil {
+		e.prog = base
+		return runCommand(ctx, e, mk(), argv[1:])
+	}
+	e.prog = "tuttifs"
+	args := argv[1:]
+	if len(args) == 0 {
+		printUsage(e.stderr)
+		return plainExits.usage
+	}
+	switch args[0] {
+	case "-h", "--help", "help":
+		printUsage(e.stdout)
+		return 0
+	case "-V", "--version", "version":
+		e.printf("tuttifs %s\n", version)
+		return 0
+	}
+	c, rest := findCommand(args)
+	if c == nil && looksLikeMount(args) {
+		c, rest = newMount(), args
+	}
+	if c == nil {
+		fmt.Fprintf(e.stderr, "tuttifs: unknown command %q; 'tuttifs --help' lists them\n", args[0])
+		return plainExits.usage
+	}
+	e.prog = "tuttifs " + c.name
+	return runCommand(ctx, e, c, rest)
+}
+
+// findCommand matches one word, or two for the members of a group.
+func findCommand(args []string) (*command, []string) {
+	for _, mk := range commands {
+		c := mk()
+		words := strings.Fields(c.name)
+		if len(args) >= len(words) && strings.Join(args[:len(words)], " ") == c.name {
+			return c, args[len(words):]
+		}
+	}
+	return nil, nil
+}
+
+// looksLikeMount recognises the form in which mount.fuse(8) calls a filesystem: SPEC DIR -o OPTIONS.
+func looksLikeMount(args []string) bool {
+	if len(args) < 2 || strings.HasPrefix(args[0], "-") || strings.HasPrefix(args[1], "-") {
+		return false
+	}
+	if args[0] == "none" || strings.ContainsAny(args[0], "/=") {
+		return true
+	}
+	_, err := os.Stat(args[0])
+	return err == nil
+}
+
+// runCommand parses flags, runs c and maps its outcome to an exit status.
+func runCommand(ctx context.Context, e *env, c *command, args []string) int {
+	err := parseAndRun(ctx, e, c, args)
+	code := c.exits.code(err)
+	var status exitStatus
+	if err == nil || errors.As(err, &status) {
+		return code
+	}
+	fmt.Fprint(e.stderr, message(e.prog, err))
+	var usage *usageError
+	var crash *panicError
+	switch {
+	case errors.As(err, &usage):
+		fmt.Fprintf(e.stderr, "%s: try '%s --help'\n", e.prog, e.prog)
+	case errors.As(err, &crash):
+		fmt.Fprintf(e.stderr, "%s\n%s: please report this with the lines above\n", crash.stack, e.prog)
+	}
+	return code
+}
+
+func parseAndRun(ctx context.Context, e *env, c *command, args []string) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = &panicError{v, debug.Stack()}
+		}
+	}()
+	var help, showVersion bool
+	c.flags.BoolVarP(&help, "help", "h", false, "print this help")
+	if c.flags.ShorthandLookup("V") == nil {
+		c.flags.BoolVarP(&showVersion, "version", "V", false, "print the version")
+	}
+	if err := c.flags.Parse(args); err != nil {
+		return usagef("%v", err)
+	}
+	switch {
+	case help:
+		printHelp(e.stdout, e.prog, c)
+		return nil
+	case showVersion:
+		e.printf("tuttifs %s\n", version)
+		return nil
+	}
+	return c.run(ctx, e, c.flags.Args())
+}
+
+func printUsage(w io.Writer) {
+	fmt.Fprint(w, "tuttifs: a filesystem for LLM KV cache on NVMe\n\nusage: tuttifs COMMAND [FLAGS] [ARGUMENTS]\n\n")
+	for _, mk := range commands {
+		c := mk()
+		fmt.Fprintf(w, "  %-12s %s\n", c.name, c.summary)
+	}
+	fmt.Fprint(w, "\n'tuttifs COMMAND --help' describes one; 'tuttifs --version' says which this is.\n")
+}
+
+func printHelp(w io.Writer, prog string, c *command) {
+	fmt.Fprintf(w, "usage: %s %s\n\n%s\n\nFLAGS\n%s\nEXAMPLE\n%s\n\nEXIT STATUS\n%s\n",
+		prog, c.synopsis, strings.TrimSpace(c.long), c.flags.FlagUsagesWrapped(110), indent(c.example), c.exits.text)
+}
+
+// indent puts two spaces before every line.
+func indent(s string) string {
+	return "  " + strings.ReplaceAll(strings.TrimSpace(s), "\n", "\n  ")
+}

@@ -1,0 +1,228 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"tuttifs/drive"
+	"tuttifs/extentmap"
+)
+
+type mkfsOptions struct {
+	size    sizeFlag
+	label   string
+	uuid    string
+	width   int
+	segment sizeFlag
+	journal sizeFlag
+	force   bool
+	dryRun  bool
+	quiet   bool
+	json    bool
+}
+
+func newMkfs() *command {
+	o := &mkfsOptions{}
+	f := newFlags("mkfs")
+	f.Var(&o.size, "size", "make drive files that do not exist, of this size each (suffixes k, m, g, t: powers of 1024)")
+	f.StringVarP(&o.label, "label", "L", "", "volume label, at most 32 bytes")
+	f.StringVarP(&o.uuid, "uuid", "U", "", "volume UUID instead of a random one")
+	f.IntVar(&o.width, "width", 0, "entries of a row: drives that a stripe set is spread over (default 4, or all if fewer)")
+	f.Var(&o.segment, "segment", "unit of space given to pools, a power of two (default: by the size of the drives)")
+	f.Var(&o.journal, "journal", "size of the journal (default: by the size of the drives)")
+	f.BoolVarP(&o.force, "force", "f", false, "overwrite a drive that holds something known")
+	f.BoolVarP(&o.dryRun, "dry-run", "n", false, "show what would be done and change nothing")
+	f.BoolVarP(&o.quiet, "quiet", "q", false, "print nothing")
+	f.BoolVar(&o.json, "json", false, "print the geometry as JSON")
+	return &command{
+		name: "mkfs", synopsis: "[FLAGS] DRIVE...", summary: "format drives as a new volume", exits: &plainExits, flags: f,
+		long: `
+Formats 1 to 64 drives together as one volume: block devices, NVMe namespaces or regular files. All that they held is lost.
+A drive that is mounted, in use or that holds a known signature is refused; --force overrides the last. A regular file that
+does not exist is made, sparse, when --size is given.`,
+		example: `
+tuttifs mkfs -L kv0 /dev/nvme1n1 /dev/nvme2n1 /dev/nvme3n1 /dev/nvme4n1
+tuttifs mkfs --size 16g /var/lib/tuttifs/d0 /var/lib/tuttifs/d1`,
+		run: o.run,
+	}
+}
+
+// drivesMax is the number of drives that a volume may have.
+const drivesMax = 64
+
+func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) {
+	if len(args) == 0 || len(args) > drivesMax {
+		return usagef("name 1 to %d drives", drivesMax)
+	}
+	fo := extentmap.FormatOptions{
+		Label: o.label, Width: o.width, SegmentBytes: uint64(o.segment), JournalBytes: uint64(o.journal), Force: o.force,
+	}
+	if fo.UUID, err = parseUUID(o.uuid); err != nil {
+		return err
+	}
+	drives, made, err := o.openDrives(args)
+	defer func() {
+		for _, d := range drives {
+			err = errors.Join(err, d.Close())
+		}
+		if err != nil {
+			for _, path := range made {
+				err = errors.Join(err, os.Remove(path))
+			}
+		}
+	}()
+	if err != nil {
+		return err
+	}
+	format := extentmap.Format
+	if o.dryRun {
+		format = extentmap.Plan
+	}
+	plan, err := format(drives, fo)
+	if err != nil {
+		return err
+	}
+	switch {
+	case o.quiet:
+	case o.json:
+		return printJSON(e.stdout, planJSON(plan, o.dryRun))
+	default:
+		printPlan(e, plan, o.dryRun)
+	}
+	return nil
+}
+
+// openDrives opens all, making missing files first (in memory only for a dry run). It returns what it opened and made even on failure.
+func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []string, err error) {
+	for _, path := range paths {
+		_, statErr := os.Stat(path)
+		missing := errors.Is(statErr, os.ErrNotExist)
+		switch {
+		case missing && o.size == 0:
+			return drives, made, fmt.Errorf("%s does not exist: give --size to make it as a file", path)
+		case missing && o.dryRun:
+			d, err := drive.NewMemory(path, int64(o.size)&^(drive.UnitBytes-1))
+			if err != nil {
+				return drives, made, err
+			}
+			drives = append(drives, d)
+			continue
+		case missing:
+			if err := drive.Create(path, int64(o.size)&^(drive.UnitBytes-1)); err != nil {
+				return drives, made, fmt.Errorf("making %s: %w", path, err)
+			}
+			made = append(made, path)
+		}
+		if err := refuseMounted(path); err != nil {
+			return drives, made, err
+		}
+		d, err := drive.Open(path, drive.Options{ReadOnly: o.dryRun})
+		if errors.Is(err, drive.ErrBusy) {
+			return drives, made, fmt.Errorf("%s is in use: unmount its volume first: %w", path, err)
+		}
+		if err != nil {
+			return drives, made, err
+		}
+		drives = append(drives, d)
+	}
+	return drives, made, nil
+}
+
+// parseUUID accepts the usual 36 characters, or 32 without hyphens. Empty means none.
+func parseUUID(text string) (id [16]byte, err error) {
+	if text == "" {
+		_, err = rand.Read(id[:])
+		id[6], id[8] = id[6]&0x0f|0x40, id[8]&0x3f|0x80 // RFC 9562: version 4
+		return id, err
+	}
+	b, err := hex.DecodeString(strings.ReplaceAll(text, "-", ""))
+	if err != nil || len(b) != len(id) {
+		return id, usagef("%q is not a UUID", text)
+	}
+	return [16]byte(b), nil
+}
+
+func formatUUID(id [16]byte) string {
+	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
+}
+
+type planDocument struct {
+	OutputVersion int         `json:"output_version"`
+	DryRun        bool        `json:"dry_run"`
+	UUID          string      `json:"uuid"`
+	Label         string      `json:"label"`
+	Width         int         `json:"width"`
+	SegmentBytes  uint64      `json:"segment_bytes"`
+	JournalBytes  uint64      `json:"journal_bytes"`
+	MetadataBytes uint64      `json:"metadata_bytes_per_drive"`
+	UsableBytes   uint64      `json:"usable_bytes"`
+	Drives        []driveJSON `json:"drives"`
+}
+
+type driveJSON struct {
+	Index        uint16 `json:"index"`
+	UUID         string `json:"uuid"`
+	Name         string `json:"name"`
+	Kind         string `json:"kind"`
+	Bytes        uint64 `json:"bytes"`
+	LBABytes     int    `json:"lba_bytes"`
+	Direct       bool   `json:"direct"`
+	Metadata     bool   `json:"metadata"`
+	Segments     uint32 `json:"segments"`
+	FreeSegments uint32 `json:"free_segments"`
+	ReadErrors   uint64 `json:"read_errors"`
+	WriteErrors  uint64 `json:"write_errors"`
+}
+
+func driveDocuments(drives []extentmap.DriveInfo) []driveJSON {
+	out := make([]driveJSON, 0, len(drives))
+	for _, d := range drives {
+		out = append(out, driveJSON{d.Index, formatUUID(d.UUID), d.Name, kindName(d.Kind), d.Bytes, d.LBABytes, d.Direct, d.Metadata,
+			d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors})
+	}
+	return out
+}
+
+func kindName(k drive.Kind) string {
+	switch k {
+	case drive.File:
+		return "file"
+	case drive.Block:
+		return "block"
+	case drive.Memory:
+		return "memory"
+	}
+	return "unknown"
+}
+
+func planJSON(p *extentmap.FormatPlan, dryRun bool) planDocument {
+	return planDocument{outputVersion, dryRun, formatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes, p.JournalBytes, p.MetadataBytes,
+		p.UsableBytes, driveDocuments(p.Drives)}
+}
+
+func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {
+	w := table(e.stdout)
+	label := p.Label
+	if label == "" {
+		label = "-"
+	}
+	fmt.Fprintf(w, "volume\t%s\n", formatUUID(p.UUID))
+	fmt.Fprintf(w, "label\t%s\n", label)
+	fmt.Fprintf(w, "drives\t%d, rows over %d\n", len(p.Drives), p.Width)
+	fmt.Fprintf(w, "segment\t%s\n", humanBytes(p.SegmentBytes))
+	fmt.Fprintf(w, "journal\t%s\n", humanBytes(p.JournalBytes))
+	fmt.Fprintf(w, "metadata\t%s a drive\n", humanBytes(p.MetadataBytes))
+	fmt.Fprintf(w, "usable\t%s\n", humanBytes(p.UsableBytes))
+	for _, d := range p.Drives {
+		fmt.Fprintf(w, "drive %d\t%s\t%s\t%s\t%d-byte blocks\n", d.Index, d.Name, kindName(d.Kind), humanBytes(d.Bytes), d.LBABytes)
+	}
+	w.Flush()
+	if dryRun {
+		e.printf("dry run: nothing was written\n")
+	}
+}

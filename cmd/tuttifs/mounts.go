@@ -1,0 +1,90 @@
+package main
+
+import (
+	"bufio"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// fsType is the type under which the kernel lists our mounts.
+const fsType = "fuse.tuttifs"
+
+// mountEntry is one line of /proc/self/mounts.
+type mountEntry struct{ source, dir, kind, options string }
+
+// readMounts lists the mounts of this process's namespace, the newest last.
+func readMounts() ([]mountEntry, error) {
+	f, err := os.Open("/proc/self/mounts")
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	var out []mountEntry
+	for s := bufio.NewScanner(f); s.Scan(); {
+		if w := strings.Fields(s.Text()); len(w) >= 4 {
+			out = append(out, mountEntry{unescape(w[0]), unescape(w[1]), w[2], w[3]})
+		}
+	}
+	return out, nil
+}
+
+// unescape undoes the kernel's octal escapes of space, tab, newline and backslash.
+func unescape(s string) string {
+	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
+}
+
+// findMount returns the newest mount of our type on dir.
+func findMount(dir string) (mountEntry, bool) {
+	abs, err := filepath.Abs(dir)
+	if err != nil {
+		return mountEntry{}, false
+	}
+	if real, err := filepath.EvalSymlinks(abs); err == nil {
+		abs = real
+	}
+	mounts, err := readMounts()
+	if err != nil {
+		return mountEntry{}, false
+	}
+	for i := len(mounts) - 1; i >= 0; i-- {
+		if mounts[i].dir == abs && mounts[i].kind == fsType {
+			return mounts[i], true
+		}
+	}
+	return mountEntry{}, false
+}
+
+// refuseMounted reports a block device that some filesystem is mounted from, or swap lies on.
+func refuseMounted(path string) error {
+	var want unix.Stat_t
+	if err := unix.Stat(path, &want); err != nil || want.Mode&unix.S_IFMT != unix.S_IFBLK {
+		return nil
+	}
+	same := func(p string) bool {
+		var st unix.Stat_t
+		return strings.HasPrefix(p, "/") && unix.Stat(p, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK && st.Rdev == want.Rdev
+	}
+	mounts, err := readMounts()
+	if err != nil {
+		return err
+	}
+	for _, m := range mounts {
+		if m.kind != fsType && same(m.source) {
+			return fmt.Errorf("%s is mounted on %s: unmount it first", path, m.dir)
+		}
+	}
+	swaps, err := os.ReadFile("/proc/swaps")
+	if err != nil {
+		return nil // no swap support in this kernel
+	}
+	for _, line := range strings.Split(string(swaps), "\n") {
+		if name, _, _ := strings.Cut(line, " "); same(unescape(name)) {
+			return fmt.Errorf("%s is in use as swap: swapoff it first", path)
+		}
+	}
+	return nil
+}

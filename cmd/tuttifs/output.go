@@ -1,0 +1,67 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+	"text/tabwriter"
+)
+
+// outputVersion stands in every JSON document. It changes when a key is removed or changes its meaning; keys may be added any time.
+const outputVersion = 1
+
+// printJSON writes v as one indented document.
+func printJSON(w io.Writer, v any) error {
+	enc := json.NewEncoder(w)
+	enc.SetIndent("", "  ")
+	return enc.Encode(v)
+}
+
+// table aligns tab-separated cells; the caller flushes it.
+func table(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 2, ' ', 0) }
+
+// humanBytes formats with powers of 1024.
+func humanBytes(n uint64) string {
+	const units = "KMGTPE"
+	if n < 1024 {
+		return fmt.Sprintf("%d B", n)
+	}
+	v, i := float64(n)/1024, 0
+	for v >= 1023.95 && i < len(units)-1 {
+		v, i = v/1024, i+1
+	}
+	return fmt.Sprintf("%.1f %ciB", v, units[i])
+}
+
+// sizeFlag is a pflag.Value for a byte count with an optional suffix k, m, g, t or p: powers of 1024.
+type sizeFlag uint64
+
+func (s *sizeFlag) String() string { return strconv.FormatUint(uint64(*s), 10) }
+func (s *sizeFlag) Type() string   { return "SIZE" }
+
+func (s *sizeFlag) Set(text string) error {
+	v, err := parseSize(text)
+	if err != nil {
+		return err
+	}
+	*s = sizeFlag(v)
+	return nil
+}
+
+func parseSize(text string) (uint64, error) {
+	t := strings.ToLower(strings.TrimSpace(text))
+	t = strings.TrimSuffix(strings.TrimSuffix(t, "b"), "i")
+	shift := 0
+	if t != "" {
+		if i := strings.IndexByte("kmgtp", t[len(t)-1]); i >= 0 {
+			shift, t = 10*(i+1), t[:len(t)-1]
+		}
+	}
+	n, err := strconv.ParseUint(t, 10, 64)
+	if err != nil || n<<shift>>shift != n {
+		return 0, fmt.Errorf("%q is not a size: digits with an optional suffix k, m, g, t or p", text)
+	}
+	return n << shift, nil
+}
