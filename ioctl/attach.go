@@ -1,0 +1,160 @@
+package ioctl
+
+import (
+	"errors"
+	"fmt"
+	"structs"
+	"unsafe"
+)
+
+// The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket whose path SESSION_CREATE
+// and SESSION_JOIN answer. The engine sends one AttachRequest and gets one AttachReply with up to three descriptors
+// (SCM_RIGHTS): arena, queues, DMA memory. The connection stays open: its end means that the process is gone. Later messages on
+// it are AttachRequest and AttachReply too, without descriptors.
+const (
+	AttachMagic = 0x41545554 // "TUTA"
+
+	MessageAttach   = 1 // first message: make the memory
+	MessageQuiesce  = 2 // stop lane Lane: when the reply says 0 nothing of it touches memory or drives any more
+	MessageReattach = 3 // begin lane Lane again with zeroed queues
+	MessagePing     = 4 // answers 0
+
+	LanesMax = 64
+	DepthMax = 4096
+	// DMABase is the I/O address of the DMA memory's first byte.
+	DMABase = uint64(1) << 40
+)
+
+// AttachRequest is what the engine sends.
+type AttachRequest struct {
+	_        structs.HostLayout
+	Magic    uint32 // AttachMagic
+	Version  uint16 // Version
+	Kind     uint16 // Message*
+	Size     uint32 // of this struct
+	Session  uint32
+	Member   uint32
+	Lanes    uint32 // 0 for an arena alone, at most LanesMax
+	Depth    uint32 // entries of each queue: a power of two, 2..DepthMax; 0 without lanes
+	Lane     uint32 // for MessageQuiesce and MessageReattach
+	DMABytes uint64 // 0 without lanes
+	Token    [TokenBytes]byte
+	Reserved [8]uint64
+}
+
+// AttachReply is what the daemon answers.
+type AttachReply struct {
+	_               structs.HostLayout
+	Magic           uint32
+	Version         uint16
+	Kind            uint16 // of the request
+	Size            uint32 // of this struct
+	Errno           int32  // 0, or a positive errno; then the rest is zero
+	Descriptors     uint32 // sent along: arena, queues, DMA memory, in this order; DMA only if DMABytes is not zero
+	Lanes           uint32
+	Depth           uint32
+	Drives          uint32
+	ArenaBytes      uint64
+	QueuesBytes     uint64 // of the queue memory: SessionPageBytes + Lanes x Drives x QueueBlockBytes, rounded up to pages
+	QueueBlockBytes uint64 // one queue pair; nvme.QueueBytes(Depth)
+	DMABytes        uint64
+	DMABase         uint64
+	Nonce           uint64            // of the mount, as in Hello
+	SGL             uint32            // 1 if the controllers take SGL data blocks
+	CommandBytes    uint32            // largest transfer of one command
+	Pollers         uint32            // threads that may sleep on WakeWord: wake them all
+	Reserved        uint32            // zero
+	DriveIndex      [DrivesMax]uint16 // of the d-th drive
+	LBABytes        [DrivesMax]uint16 // of the d-th drive
+	Reserved2       [4]uint64         // zero
+}
+
+// The queue memory begins with the session page; then, for lane l and the d-th drive, the block at
+// SessionPageBytes + (l x Drives + d) x QueueBlockBytes holds a queue pair as nvme.MapQueue lays it out. Words of the session
+// page, each in cache lines of its own; byte offsets:
+const (
+	SessionPageBytes = 4096
+
+	ArmedWord         = 0   // u32: raised by the engine before it rings a doorbell, lowered when its work is done
+	WakeWord          = 64  // u32: a poller stores 1 and sleeps on it; the engine, having raised armed, swaps in 0 and, if it was 1, wakes all
+	HeartbeatWord     = 128 // u64: counted up by the daemon every HeartbeatMilliseconds
+	NonceWord         = 136 // u64: of the mount
+	StateWord         = 144 // u32: SessionLive, SessionClosed
+	MapGenerationWord = 192 // u64: counted up when any pool's rows have changed
+	TicketWord        = 256 // u32: counted up, and woken as a futex, when a ticket of this process finishes
+
+	HeartbeatMilliseconds = 100
+
+	SessionLive   = 1
+	SessionClosed = 2
+)
+
+// ErrMessage is what malformed messages are.
+var ErrMessage = errors.New("ioctl: malformed attach message")
+
+// QueueOffset is where the queue pair of a lane and the d-th drive lies in the queue memory.
+func (r *AttachReply) QueueOffset(lane, d int) uint64 {
+	return SessionPageBytes + (uint64(lane)*uint64(r.Drives)+uint64(d))*r.QueueBlockBytes
+}
+
+// NewAttachRequest fills the fixed fields.
+func NewAttachRequest(kind uint16) AttachRequest {
+	return AttachRequest{Magic: AttachMagic, Version: Version, Kind: kind, Size: uint32(unsafe.Sizeof(AttachRequest{}))}
+}
+
+// Bytes is the message as it is sent; it aliases r.
+func (r *AttachRequest) Bytes() []byte { return bytesOf(r) }
+
+// ParseAttachRequest decodes a message and checks its fixed fields; limits are the daemon's to check. The errno is EPROTO for
+// another version and EINVAL for anything else.
+func ParseAttachRequest(b []byte) (AttachRequest, error) {
+	var r AttachRequest
+	if len(b) != int(unsafe.Sizeof(r)) {
+		return r, fmt.Errorf("%w: %d bytes, want %d: %w", ErrMessage, len(b), unsafe.Sizeof(r), EINVAL)
+	}
+	copy(bytesOf(&r), b)
+	switch {
+	case r.Magic != AttachMagic:
+		return r, fmt.Errorf("%w: magic %#x: %w", ErrMessage, r.Magic, EINVAL)
+	case r.Version != Version:
+		return r, fmt.Errorf("%w: version %d, this daemon speaks %d: %w", ErrMessage, r.Version, Version, EPROTO)
+	case r.Size != uint32(unsafe.Sizeof(r)):
+		return r, fmt.Errorf("%w: size field %d: %w", ErrMessage, r.Size, EINVAL)
+	case r.Kind < MessageAttach || r.Kind > MessagePing:
+		return r, fmt.Errorf("%w: kind %d: %w", ErrMessage, r.Kind, EINVAL)
+	case r.Reserved != [8]uint64{}:
+		return r, fmt.Errorf("%w: reserved field is not zero: %w", ErrMessage, EINVAL)
+	}
+	return r, nil
+}
+
+// NewAttachReply fills the fixed fields.
+func NewAttachReply(kind uint16) AttachReply {
+	return AttachReply{Magic: AttachMagic, Version: Version, Kind: kind, Size: uint32(unsafe.Sizeof(AttachReply{}))}
+}
+
+// Bytes is the message as it is sent; it aliases r.
+func (r *AttachReply) Bytes() []byte { return bytesOf(r) }
+
+// ParseAttachReply decodes a reply and checks its fixed fields and that its sizes fit together.
+func ParseAttachReply(b []byte) (AttachReply, error) {
+	var r AttachReply
+	if len(b) != int(unsafe.Sizeof(r)) {
+		return r, fmt.Errorf("%w: %d bytes, want %d", ErrMessage, len(b), unsafe.Sizeof(r))
+	}
+	copy(bytesOf(&r), b)
+	if r.Magic != AttachMagic || r.Version != Version || r.Size != uint32(unsafe.Sizeof(r)) {
+		return r, fmt.Errorf("%w: magic %#x version %d size %d", ErrMessage, r.Magic, r.Version, r.Size)
+	}
+	if r.Lanes > LanesMax || r.Depth > DepthMax || r.Drives > DrivesMax || r.QueueBlockBytes > 1<<24 ||
+		r.QueuesBytes > 1<<40 || r.ArenaBytes > ArenaBytesMax || r.DMABytes > 1<<40 {
+		return r, fmt.Errorf("%w: reply names more than its limits", ErrMessage)
+	}
+	if need := r.QueueOffset(int(r.Lanes), 0); r.Errno == 0 && r.Kind == MessageAttach && need > r.QueuesBytes {
+		return r, fmt.Errorf("%w: queues need %d bytes, reply names %d", ErrMessage, need, r.QueuesBytes)
+	}
+	return r, nil
+}
+
+// bytesOf is the memory of a fixed-size struct without pointers.
+func bytesOf[T any](p *T) []byte { return unsafe.Slice((*byte)(unsafe.Pointer(p)), unsafe.Sizeof(*p)) }

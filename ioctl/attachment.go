@@ -1,0 +1,324 @@
+package ioctl
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// AttachOptions of Client.Attach.
+type AttachOptions struct {
+	Lanes    int    // 0 for an arena alone
+	Depth    int    // entries of each queue, a power of two
+	DMABytes uint64 // memory that controllers reach
+}
+
+// Attachment is a member's end of its shared memory. Arena, Queues and DMA are mapped until Close.
+type Attachment struct {
+	Reply  AttachReply
+	Arena  []byte
+	Queues []byte // session page and queue blocks
+	DMA    []byte // nil without
+
+	mu     sync.Mutex // guards the socket: one request and its reply at a time
+	socket int        // -1 when closed
+}
+
+// Attach connects to the socket that SESSION_CREATE or SESSION_JOIN answered, and maps what the daemon makes.
+func (s *Session) Attach(o AttachOptions) (*Attachment, error) {
+	path := strings.TrimRight(string(s.SocketPath[:]), "\x00")
+	socket, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("ioctl: attach: %w", err)
+	}
+	a := &Attachment{socket: socket}
+	if err := a.connect(path); err != nil {
+		_ = a.Close()
+		return nil, fmt.Errorf("ioctl: attach: connect %s: %w", path, err)
+	}
+	r := NewAttachRequest(MessageAttach)
+	r.Session, r.Member, r.Token = s.ID, s.Member, s.Token
+	r.Lanes, r.Depth, r.DMABytes = uint32(o.Lanes), uint32(o.Depth), o.DMABytes
+	reply, fds, err := a.exchange(&r)
+	if err == nil {
+		a.Reply = reply
+		err = a.mapAll(fds)
+	}
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+	if err != nil {
+		_ = a.Close()
+		return nil, fmt.Errorf("ioctl: attach: %w", err)
+	}
+	return a, nil
+}
+
+func (a *Attachment) connect(path string) error {
+	for {
+		err := unix.Connect(a.socket, &unix.SockaddrUnix{Name: path})
+		if !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// exchange sends one request and receives its reply with the descriptors that came along. Descriptors are returned even with
+// an error, for the caller to close.
+func (a *Attachment) exchange(r *AttachRequest) (AttachReply, []int, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.socket < 0 {
+		return AttachReply{}, nil, os.ErrClosed
+	}
+	if err := sendMessage(a.socket, r.Bytes(), nil); err != nil {
+		return AttachReply{}, nil, err
+	}
+	b, fds, err := ReceiveMessage(a.socket, int(unsafe.Sizeof(AttachReply{})))
+	if err != nil {
+		return AttachReply{}, fds, err
+	}
+	reply, err := ParseAttachReply(b)
+	if err != nil {
+		return reply, fds, err
+	}
+	if reply.Errno != 0 {
+		return reply, fds, Errno(reply.Errno)
+	}
+	if int(reply.Descriptors) != len(fds) {
+		return reply, fds, fmt.Errorf("%w: %d descriptors, reply names %d", ErrMessage, len(fds), reply.Descriptors)
+	}
+	return reply, fds, nil
+}
+
+func (a *Attachment) mapAll(fds []int) error {
+	regions := []struct {
+		to    *[]byte
+		bytes uint64
+	}{{&a.Arena, a.Reply.ArenaBytes}, {&a.Queues, a.Reply.QueuesBytes}, {&a.DMA, a.Reply.DMABytes}}
+	if a.Reply.DMABytes == 0 {
+		regions = regions[:2]
+	}
+	if len(fds) != len(regions) {
+		return fmt.Errorf("%w: %d descriptors, want %d", ErrMessage, len(fds), len(regions))
+	}
+	for i, r := range regions {
+		if r.bytes == 0 || r.bytes > math.MaxInt {
+			return fmt.Errorf("%w: region of %d bytes", ErrMessage, r.bytes)
+		}
+		if err := checkSealed(fds[i], r.bytes); err != nil {
+			return err
+		}
+		b, err := MapShared(fds[i], r.bytes)
+		if err != nil {
+			return fmt.Errorf("ioctl: map %d bytes: %w", r.bytes, err)
+		}
+		*r.to = b
+	}
+	return nil
+}
+
+// Quiesce asks the daemon to stop a lane. After nil nothing of the lane touches memory or drives any more.
+func (a *Attachment) Quiesce(lane int) error { return a.lane(MessageQuiesce, lane) }
+
+// Reattach begins a quiesced lane again: its queues are zeroed, heads and tails 0, the phase as at first.
+func (a *Attachment) Reattach(lane int) error { return a.lane(MessageReattach, lane) }
+
+func (a *Attachment) lane(kind uint16, lane int) error {
+	r := NewAttachRequest(kind)
+	r.Lane = uint32(lane)
+	_, fds, err := a.exchange(&r)
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+	if err != nil {
+		return fmt.Errorf("ioctl: lane %d: %w", lane, err)
+	}
+	return nil
+}
+
+// Word is a 32-bit word of the session page.
+func (a *Attachment) Word(offset int) *uint32 { return (*uint32)(unsafe.Pointer(&a.Queues[offset])) }
+
+// Heartbeat, Nonce and MapGeneration read the session page.
+func (a *Attachment) Heartbeat() uint64     { return a.word64(HeartbeatWord) }
+func (a *Attachment) Nonce() uint64         { return a.word64(NonceWord) }
+func (a *Attachment) MapGeneration() uint64 { return a.word64(MapGenerationWord) }
+
+func (a *Attachment) word64(offset int) uint64 {
+	return atomic.LoadUint64((*uint64)(unsafe.Pointer(&a.Queues[offset])))
+}
+
+// Block is the queue pair memory of a lane and the d-th drive.
+func (a *Attachment) Block(lane, d int) []byte {
+	o := a.Reply.QueueOffset(lane, d)
+	return a.Queues[o : o+a.Reply.QueueBlockBytes : o+a.Reply.QueueBlockBytes]
+}
+
+// Alive says whether the daemon still holds the other end.
+func (a *Attachment) Alive() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.socket < 0 {
+		return false
+	}
+	p := []unix.PollFd{{Fd: int32(a.socket), Events: unix.POLLRDHUP}}
+	n, err := unix.Poll(p, 0)
+	return err != nil || n == 0 || p[0].Revents&(unix.POLLHUP|unix.POLLRDHUP|unix.POLLERR) == 0
+}
+
+// WaitTicket waits until a ticket has finished: on the ticket word of the session page, so that no call is ever stuck in the
+// mount. It returns the ticket's value, the ticket's own error, or the context's.
+func (c *Client) WaitTicket(ctx context.Context, a *Attachment, id uint64) (value uint64, err error) {
+	for {
+		before := atomic.LoadUint32(a.Word(TicketWord))
+		t := Ticket{ID: id}
+		if err := c.Ticket(&t); err != nil {
+			return 0, err
+		}
+		switch t.State {
+		case TicketDone:
+			return t.Value, nil
+		case TicketFailed:
+			return 0, fmt.Errorf("ioctl: ticket %d: %w", id, Errno(t.Errno))
+		}
+		if err := ctx.Err(); err != nil {
+			return 0, err
+		}
+		if !a.Alive() {
+			return 0, fmt.Errorf("ioctl: ticket %d: the daemon is gone: %w", id, ESTALE)
+		}
+		// Waits are cut so that a cancelled context and a dead daemon are noticed.
+		FutexWait(a.Word(TicketWord), before, 20*time.Millisecond)
+	}
+}
+
+// FutexWait sleeps while *word is value, at most d.
+func FutexWait(word *uint32, value uint32, d time.Duration) {
+	ts := unix.NsecToTimespec(int64(d))
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
+		uintptr(unsafe.Pointer(&ts)), 0, 0)
+}
+
+// FutexWake wakes all sleepers of a shared word.
+func FutexWake(word *uint32) {
+	_, _, _ = unix.Syscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWake, math.MaxInt32, 0, 0, 0)
+}
+
+// futex(2) operations, not private: the words are shared between processes.
+const (
+	futexWait = 0
+	futexWake = 1
+)
+
+// Close unmaps everything and hangs up, which ends the membership. The caller must have quiesced its lanes or be done with
+// them: a command in flight still moves its bytes.
+func (a *Attachment) Close() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var errs []error
+	if a.socket >= 0 {
+		errs = append(errs, unix.Close(a.socket))
+		a.socket = -1
+	}
+	for _, b := range []*[]byte{&a.Arena, &a.Queues, &a.DMA} {
+		errs = append(errs, Unmap(*b))
+		*b = nil
+	}
+	return errors.Join(errs...)
+}
+
+// sendMessage sends one packet, with descriptors if there are any.
+func sendMessage(socket int, b []byte, fds []int) error {
+	var oob []byte
+	if len(fds) > 0 {
+		oob = unix.UnixRights(fds...)
+	}
+	for {
+		err := unix.Sendmsg(socket, b, oob, nil, unix.MSG_NOSIGNAL)
+		if !errors.Is(err, unix.EINTR) {
+			return err
+		}
+	}
+}
+
+// SendMessage is sendMessage for the daemon.
+func SendMessage(socket int, b []byte, fds []int) error { return sendMessage(socket, b, fds) }
+
+// ErrHangUp: the other end has closed the socket.
+var ErrHangUp = errors.New("ioctl: the other end of the socket is gone")
+
+// descriptorsMax bounds what one message may carry.
+const descriptorsMax = 8
+
+// ReceiveMessage receives one packet of at most n bytes; a longer one is an error. Descriptors that came along are returned
+// even with an error, for the caller to close.
+func ReceiveMessage(socket, n int) ([]byte, []int, error) {
+	b := make([]byte, n+1)
+	oob := make([]byte, unix.CmsgSpace(4*descriptorsMax))
+	var got, oobn, flags int
+	var err error
+	for {
+		got, oobn, flags, _, err = unix.Recvmsg(socket, b, oob, unix.MSG_CMSG_CLOEXEC)
+		if !errors.Is(err, unix.EINTR) {
+			break
+		}
+	}
+	if err != nil {
+		return nil, nil, err
+	}
+	fds := rights(oob[:oobn])
+	switch {
+	case flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0 || got > n:
+		return nil, fds, fmt.Errorf("%w: longer than %d bytes", ErrMessage, n)
+	case got == 0:
+		return nil, fds, ErrHangUp
+	}
+	return b[:got], fds, nil
+}
+
+func rights(oob []byte) []int {
+	messages, err := unix.ParseSocketControlMessage(oob)
+	if err != nil {
+		return nil
+	}
+	var fds []int
+	for i := range messages {
+		if more, err := unix.ParseUnixRights(&messages[i]); err == nil {
+			fds = append(fds, more...)
+		}
+	}
+	return fds
+}
+
+// PutName copies a name into a NUL-padded field; it reports false if it does not fit.
+func PutName(field []byte, name string) bool {
+	clear(field)
+	return copy(field, name) == len(name)
+}
+
+// Name reads a NUL-padded field; ok is false if anything follows the first NUL.
+func Name(field []byte) (name string, ok bool) {
+	s := string(field)
+	name, rest, _ := strings.Cut(s, "\x00")
+	return name, strings.Trim(rest, "\x00") == ""
+}
+
+// View is the span's elements in place. The span must lie in the arena; its offset is a multiple of 8.
+func View[T DriveEntry | RowHead | RowEntry | Grant | ReserveItem | Extent | [KeyBytes]byte](arena []byte, s Span) []T {
+	var t T
+	size := uint64(unsafe.Sizeof(t))
+	if s.Offset%8 != 0 || s.Offset > uint64(len(arena)) || s.Bytes > uint64(len(arena))-s.Offset || s.Bytes < size {
+		return nil
+	}
+	return unsafe.Slice((*T)(unsafe.Pointer(&arena[s.Offset])), s.Bytes/size)
+}
