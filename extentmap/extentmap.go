@@ -175,13 +175,6 @@ func (v *Volume) Resolve(driveIndex uint16, unit uint64) (p *Pool, slot uint32, 
 	panic("stub")
 }
 
-// Ticket is the completion of something durable.
-type Ticket struct{ _ int }
-
-// Done is closed when the change is durable or has failed; Err is valid then.
-func (t *Ticket) Done() <-chan struct{} { panic("stub") }
-func (t *Ticket) Err() error            { panic("stub") }
-
 // Pool is one pool's rows and records.
 type Pool struct{ _ int }
 
