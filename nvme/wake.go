@@ -1,0 +1,42 @@
+package nvme
+
+import (
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+)
+
+// A poller that finds nothing to do stores 1 in its wake word, looks at everything once more, and sleeps on the word
+// for as long as it is 1. An executor that has work makes it visible first (armed count, doorbell) and then calls Wake.
+// Either the poller's second look sees the work, or the executor sees the 1: no wake-up is lost. The words lie in
+// memory shared by processes, so the futexes are not private.
+const (
+	futexWait = 0
+	futexWake = 1
+)
+
+// Wake wakes the poller that sleeps on word, if it does; otherwise it costs one atomic exchange and no system call.
+func Wake(word *uint32) {
+	if atomic.SwapUint32(word, 0) == 1 {
+		FutexWake(word)
+	}
+}
+
+// FutexWake wakes everybody who sleeps on word, whatever its value.
+func FutexWake(word *uint32) {
+	const everybody = 1<<31 - 1
+	// The only possible errors are those of a bad address.
+	syscall.RawSyscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWake, everybody, 0, 0, 0)
+}
+
+// FutexWait sleeps while *word is value: until FutexWake, a signal, or the timeout (0 is none). Callers look again.
+func FutexWait(word *uint32, value uint32, timeout time.Duration) {
+	var ts *syscall.Timespec
+	if timeout > 0 {
+		t := syscall.NsecToTimespec(int64(timeout))
+		ts = &t
+	}
+	syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
+		uintptr(unsafe.Pointer(ts)), 0, 0)
+}
