@@ -175,7 +175,7 @@ type PoolOpen struct {
 	Reserved      [4]uint64
 }
 
-// Selectors of PoolInfo, in Header.Flags: exactly one. No flag selects by Target.
+// Selectors of PoolInfo, in Header.Flags: at most one. Without them Target selects.
 const (
 	PoolByName  = 1 << 0
 	PoolByIndex = 1 << 1 // the Index-th pool, for listing; ENOENT behind the last

@@ -1,5 +1,7 @@
 package ioctl
 
+//go:generate go test -run TestHeader -update .
+
 import "unsafe"
 
 // Fields of an ioctl number as asm-generic/ioctl.h lays them out (amd64 and arm64 alike).
@@ -71,7 +73,50 @@ const (
 	CmdTicket        = uint32(iocBase | unsafe.Sizeof(Ticket{})<<iocSizeShift | nrTicket)
 )
 
-// Sizes are part of the ABI: a change here does not compile.
-const (
-	_ = -(unsafe.Sizeof(Header{}) ^ 8)
+// Sizes and offsets are part of the ABI: a change does not compile.
+var (
+	_ [8]byte    = [unsafe.Sizeof(Header{})]byte{}
+	_ [8]byte    = [unsafe.Sizeof(Target{})]byte{}
+	_ [16]byte   = [unsafe.Sizeof(Span{})]byte{}
+	_ [216]byte  = [unsafe.Sizeof(Hello{})]byte{}
+	_ [120]byte  = [unsafe.Sizeof(DriveEntry{})]byte{}
+	_ [7704]byte = [unsafe.Sizeof(Drives{})]byte{}
+	_ [168]byte  = [unsafe.Sizeof(Session{})]byte{}
+	_ [96]byte   = [unsafe.Sizeof(Arena{})]byte{}
+	_ [256]byte  = [unsafe.Sizeof(PoolOpen{})]byte{}
+	_ [248]byte  = [unsafe.Sizeof(PoolInfo{})]byte{}
+	_ [80]byte   = [unsafe.Sizeof(Layout{})]byte{}
+	_ [16]byte   = [unsafe.Sizeof(RowEntry{})]byte{}
+	_ [8]byte    = [unsafe.Sizeof(RowHead{})]byte{}
+	_ [64]byte   = [unsafe.Sizeof(Rows{})]byte{}
+	_ [32]byte   = [unsafe.Sizeof(MapAck{})]byte{}
+	_ [48]byte   = [unsafe.Sizeof(Peek{})]byte{}
+	_ [40]byte   = [unsafe.Sizeof(Grant{})]byte{}
+	_ [80]byte   = [unsafe.Sizeof(Pin{})]byte{}
+	_ [24]byte   = [unsafe.Sizeof(Release{})]byte{}
+	_ [72]byte   = [unsafe.Sizeof(ReserveItem{})]byte{}
+	_ [80]byte   = [unsafe.Sizeof(Reserve{})]byte{}
+	_ [40]byte   = [unsafe.Sizeof(Commit{})]byte{}
+	_ [24]byte   = [unsafe.Sizeof(Abort{})]byte{}
+	_ [40]byte   = [unsafe.Sizeof(ReportBad{})]byte{}
+	_ [48]byte   = [unsafe.Sizeof(Evict{})]byte{}
+	_ [48]byte   = [unsafe.Sizeof(Unlink{})]byte{}
+	_ [16]byte   = [unsafe.Sizeof(Extent{})]byte{}
+	_ [56]byte   = [unsafe.Sizeof(Extents{})]byte{}
+	_ [160]byte  = [unsafe.Sizeof(Stats{})]byte{}
+	_ [48]byte   = [unsafe.Sizeof(Event{})]byte{}
+	_ [3096]byte = [unsafe.Sizeof(Events{})]byte{}
+	_ [40]byte   = [unsafe.Sizeof(Ticket{})]byte{}
+	_ [120]byte  = [unsafe.Sizeof(AttachRequest{})]byte{}
+	_ [384]byte  = [unsafe.Sizeof(AttachReply{})]byte{}
+
+	_ [8]byte  = [unsafe.Offsetof(Hello{}.UUID)]byte{}
+	_ [16]byte = [unsafe.Offsetof(Pin{}.Keys)]byte{}
+	_ [32]byte = [unsafe.Offsetof(Pin{}.Grants)]byte{}
+	_ [48]byte = [unsafe.Offsetof(Pin{}.Request)]byte{}
+	_ [16]byte = [unsafe.Offsetof(Grant{}.Seed)]byte{}
+	_ [32]byte = [unsafe.Offsetof(Grant{}.Status)]byte{}
+	_ [40]byte = [unsafe.Offsetof(Session{}.SocketPath)]byte{}
+	_ [40]byte = [unsafe.Offsetof(AttachRequest{}.Token)]byte{}
+	_ [96]byte = [unsafe.Offsetof(AttachReply{}.DriveIndex)]byte{}
 )

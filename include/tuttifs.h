@@ -1,0 +1,590 @@
+/* Code generated from the Go sources of package ioctl; DO NOT EDIT. */
+/* ABI v1 of a tuttifs mount. docs/abi.md is its prose. Integers are little-endian. */
+#ifndef TUTTIFS_H
+#define TUTTIFS_H
+
+#include <stdint.h>
+#include <sys/ioctl.h>
+
+#ifdef __cplusplus
+#define TUTTIFS_SIZE(s, n) static_assert(sizeof(struct s) == (n), "size of struct " #s)
+extern "C" {
+#else
+#define TUTTIFS_SIZE(s, n) _Static_assert(sizeof(struct s) == (n), "size of struct " #s)
+#endif
+
+/* Limits of version 1. */
+#define TUTTIFS_VERSION 1 /* ABI version, in every Header */
+#define TUTTIFS_STRUCT_BYTES 16376 /* the largest struct FUSE carries, rounded down to 8 */
+#define TUTTIFS_NAME_BYTES 64 /* pool and family names, NUL-padded; the last byte may be used */
+#define TUTTIFS_TOKEN_BYTES 16 /* session tokens */
+#define TUTTIFS_SOCKET_PATH_BYTES 108 /* sun_path */
+#define TUTTIFS_BATCH_MAX 65536 /* keys, items or grants named by one verb */
+#define TUTTIFS_ARENA_BYTES_MAX 67108864
+#define TUTTIFS_ARENA_BYTES_MIN 4096
+#define TUTTIFS_IDENTITY_BYTES 16384 /* canonical JSON of a pool's identity */
+#define TUTTIFS_GEOMETRY_BYTES 8388608
+#define TUTTIFS_DRIVES_MAX 64
+#define TUTTIFS_UNIT_BYTES 4096 /* addresses on drives count these, whatever the LBA size */
+#define TUTTIFS_NO_SLOT 0xffffffffu
+#define TUTTIFS_DRIVE_PAGE 64 /* drives in one DRIVES answer */
+#define TUTTIFS_EVENT_PAGE 64 /* pools in one EVENTS answer */
+
+/* Header begins every struct. */
+struct tuttifs_header {
+	uint32_t size; /* of the whole struct */
+	uint16_t version; /* Version */
+	uint16_t flags; /* of the verb; unknown bits are refused */
+};
+TUTTIFS_SIZE(tuttifs_header, 8);
+
+/* Target kinds. */
+#define TUTTIFS_TARGET_POOL 1
+#define TUTTIFS_TARGET_FAMILY 2 /* all pools of a family: they hit and commit together */
+
+/* Target is what a verb acts on. */
+struct tuttifs_target {
+	uint16_t kind; /* TargetPool or TargetFamily */
+	uint16_t id; /* of the pool or the family */
+	uint32_t reserved;
+};
+TUTTIFS_SIZE(tuttifs_target, 8);
+
+/* Span names bytes of the calling process's arena. The daemon copies an input span before it looks
+ * at it, and writes results into an output span; a span outside the arena is EFAULT. */
+struct tuttifs_span {
+	uint64_t offset; /* from the arena's start, a multiple of 8 */
+	uint64_t bytes;
+};
+TUTTIFS_SIZE(tuttifs_span, 16);
+
+/* Hello flags in Hello.State. */
+#define TUTTIFS_STATE_READ_ONLY 1 /* the volume is mounted read-only */
+#define TUTTIFS_STATE_DRAFT 2 /* the on-disk format is a draft: images may not be readable by later versions */
+
+/* Hello describes mount and volume. It needs no session. */
+struct tuttifs_hello {
+	struct tuttifs_header header;
+	uint8_t uuid[16]; /* out */
+	uint8_t label[64]; /* out */
+	uint64_t nonce; /* out: of this mount: changes with every daemon */
+	uint64_t epoch; /* out: of the volume */
+	uint64_t segment_bytes; /* out */
+	uint64_t total_bytes; /* out: what files could occupy */
+	uint64_t used_bytes; /* out */
+	uint64_t free_bytes; /* out */
+	uint64_t arena_max; /* out: largest arena */
+	uint64_t dma_max; /* out: most DMA memory of one process */
+	uint32_t width; /* out: entries of a row */
+	uint32_t drives; /* out */
+	uint32_t pools; /* out */
+	uint32_t state; /* out: State* bits */
+	uint32_t lanes_max; /* out */
+	uint32_t depth_max; /* out */
+	uint32_t tickets; /* out: tickets of one process that may be outstanding */
+	uint32_t command_bytes; /* out: largest transfer of one command */
+	uint64_t reserved[4];
+};
+TUTTIFS_SIZE(tuttifs_hello, 216);
+
+/* Drive kinds. */
+#define TUTTIFS_DRIVE_FILE 0
+#define TUTTIFS_DRIVE_BLOCK 1
+#define TUTTIFS_DRIVE_MEMORY 2
+
+/* Drive flags. */
+#define TUTTIFS_DRIVE_DIRECT 1 /* I/O bypasses the page cache */
+#define TUTTIFS_DRIVE_METADATA 2 /* holds a copy of journal and catalog */
+
+/* DriveEntry describes one member drive. */
+struct tuttifs_drive_entry {
+	uint8_t uuid[16];
+	uint8_t name[64]; /* tail of the path, NUL-padded */
+	uint64_t bytes;
+	uint64_t read_errors;
+	uint64_t write_errors;
+	uint32_t segments;
+	uint32_t free_segments;
+	uint32_t lba_bytes;
+	uint16_t index;
+	uint8_t kind; /* Drive* kinds */
+	uint8_t flags; /* Drive* flags */
+};
+TUTTIFS_SIZE(tuttifs_drive_entry, 120);
+
+/* Drives lists member drives from the First-th on. */
+struct tuttifs_drives {
+	struct tuttifs_header header;
+	uint32_t first;
+	uint32_t reserved;
+	uint32_t count; /* out: entries filled */
+	uint32_t total; /* out */
+	struct tuttifs_drive_entry entries[TUTTIFS_DRIVE_PAGE]; /* out */
+};
+TUTTIFS_SIZE(tuttifs_drives, 7704);
+
+/* Session is SESSION_CREATE and SESSION_JOIN: it makes the calling process a member of a new
+ * session, or of the one whose token it has. The membership belongs to this open file and to the
+ * process, and ends with either. */
+struct tuttifs_session {
+	struct tuttifs_header header;
+	uint8_t token[TUTTIFS_TOKEN_BYTES]; /* in for JOIN, out for CREATE */
+	uint64_t arena_bytes; /* wanted; 0 for 1 MiB. Out: what attaching will give */
+	uint32_t id; /* out */
+	uint32_t member; /* out: names this process in the attach request */
+	uint8_t socket_path[TUTTIFS_SOCKET_PATH_BYTES]; /* out: where to attach, NUL-terminated */
+	uint32_t pad; /* out: zero */
+	uint64_t reserved[2];
+};
+TUTTIFS_SIZE(tuttifs_session, 168);
+
+/* Arena tells which arena this open file's batches lie in. ENXIO before the process has attached. */
+struct tuttifs_arena {
+	struct tuttifs_header header;
+	uint64_t bytes; /* out */
+	uint64_t inode; /* out: st_ino of the arena's memfd: check that the mapping is the right one */
+	uint32_t session; /* out */
+	uint32_t member; /* out */
+	uint8_t name[64]; /* out: of the memfd, as /proc/PID/maps shows it */
+};
+TUTTIFS_SIZE(tuttifs_arena, 96);
+
+/* PoolOpen opens or creates a pool. Equal name, identity and geometry open the existing one;
+ * anything else is EEXIST. */
+struct tuttifs_pool_open {
+	struct tuttifs_header header;
+	struct tuttifs_span identity; /* canonical or plain JSON, at most IdentityBytes */
+	struct tuttifs_span geometry; /* as stripe.Geometry encodes it, trailers included */
+	uint64_t min_bytes;
+	uint64_t max_bytes; /* 0: no limit but the volume's */
+	uint32_t tokens_per_file;
+	uint32_t trailing_hit; /* hit rule in its family: 0 ALL, n TRAILING n */
+	uint32_t max_slots; /* 0: no limit */
+	uint32_t checksum_alg; /* 1 */
+	uint8_t name[TUTTIFS_NAME_BYTES];
+	uint8_t family[TUTTIFS_NAME_BYTES]; /* empty for none */
+	uint64_t ticket; /* out: done when the pool is durable */
+	struct tuttifs_target target; /* out: the pool */
+	struct tuttifs_target family_target; /* out: kind 0 for none */
+	uint64_t reserved[4];
+};
+TUTTIFS_SIZE(tuttifs_pool_open, 256);
+
+/* Selectors of PoolInfo, in Header.Flags: at most one. Without them Target selects. */
+#define TUTTIFS_POOL_BY_NAME 1
+#define TUTTIFS_POOL_BY_INDEX 2 /* the Index-th pool, for listing; ENOENT behind the last */
+
+/* PoolInfo describes a pool. */
+struct tuttifs_pool_info {
+	struct tuttifs_header header;
+	uint8_t name[TUTTIFS_NAME_BYTES]; /* in with PoolByName */
+	struct tuttifs_target target; /* in without flags */
+	uint32_t index; /* in with PoolByIndex */
+	uint32_t reserved;
+	uint8_t family[TUTTIFS_NAME_BYTES]; /* out */
+	uint8_t digest[32]; /* out: of the identity */
+	uint64_t slot_bytes; /* out: occupied by one file */
+	uint64_t min_bytes; /* out */
+	uint64_t max_bytes; /* out */
+	uint64_t map_generation; /* out */
+	uint32_t tokens_per_file; /* out */
+	uint32_t trailing_hit; /* out */
+	uint32_t max_slots; /* out */
+	uint32_t checksum_alg; /* out */
+	uint32_t objects; /* out: of one file, trailers included */
+	uint32_t ranks; /* out */
+	struct tuttifs_target family_target; /* out: kind 0 for none */
+};
+TUTTIFS_SIZE(tuttifs_pool_info, 248);
+
+/* Layout fetches what turns (slot, object) into an address, except the rows. */
+struct tuttifs_layout {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	struct tuttifs_span geometry; /* out span; Bytes is its room on input. EOVERFLOW, with GeometryBytes set, if it does not fit */
+	uint64_t geometry_bytes; /* out */
+	uint64_t entry_units; /* out */
+	uint64_t slot_units; /* out */
+	uint64_t map_generation; /* out */
+	uint32_t slots_per_row; /* out */
+	uint32_t slots; /* out: one more than the highest slot that a row backs */
+	uint32_t width; /* out */
+	uint32_t checksum_alg; /* out */
+};
+TUTTIFS_SIZE(tuttifs_layout, 80);
+
+/* RowEntry is one of the W entries of a row. */
+struct tuttifs_row_entry {
+	uint64_t unit; /* first unit of the entry */
+	uint16_t drive;
+	uint16_t reserved[3];
+};
+TUTTIFS_SIZE(tuttifs_row_entry, 16);
+
+/* RowHead begins a row in the arena; Width RowEntry follow. */
+struct tuttifs_row_head {
+	uint32_t number; /* slot = Number x slots per row + index */
+	uint32_t width;
+};
+TUTTIFS_SIZE(tuttifs_row_head, 8);
+
+/* Rows fetches rows numbered First or more, in order. Pages that show different map generations do
+ * not fit together: begin again. */
+struct tuttifs_rows {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	struct tuttifs_span rows; /* out span: Count rows of RowBytes */
+	uint32_t first;
+	uint32_t reserved;
+	uint64_t map_generation; /* out */
+	uint32_t row_bytes; /* out: sizeof(RowHead) + Width x sizeof(RowEntry) */
+	uint32_t count; /* out */
+	uint32_t total; /* out: rows of the pool */
+	uint32_t next; /* out: First of the next page; 0 behind the last row */
+};
+TUTTIFS_SIZE(tuttifs_rows, 64);
+
+/* MapAck says that this process uses map generation MapGeneration or a later one. */
+struct tuttifs_map_ack {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	uint64_t map_generation;
+	uint64_t current; /* out: the pool's generation now */
+};
+TUTTIFS_SIZE(tuttifs_map_ack, 32);
+
+/* Peek is the length of the longest prefix of keys that is present. It has no side effects. */
+struct tuttifs_peek {
+	struct tuttifs_header header;
+	struct tuttifs_target target;
+	struct tuttifs_span keys; /* KeyBytes each */
+	uint32_t tenant;
+	uint32_t reserved;
+	uint32_t count; /* out: leading keys present */
+	uint32_t pad; /* out: zero */
+};
+TUTTIFS_SIZE(tuttifs_peek, 48);
+
+/* KeyBytes is the size of one key in the arena. */
+#define TUTTIFS_KEY_BYTES 32
+
+/* Grant states. */
+#define TUTTIFS_GRANT_NONE 0
+#define TUTTIFS_GRANT_PINNED 1 /* readable */
+#define TUTTIFS_GRANT_NEW 2 /* reserved: write it */
+#define TUTTIFS_GRANT_JOINED 3 /* reserved by another rank of this session under the same reserve id: write this rank's objects */
+#define TUTTIFS_GRANT_EXISTS 4 /* committed already; nothing to write */
+#define TUTTIFS_GRANT_PENDING 5 /* another engine is storing it */
+
+/* Grant is one slot leased to the session. For a family, grants lie [key][pool], pools in the
+ * family's order. */
+struct tuttifs_grant {
+	uint32_t slot; /* NoSlot where Status says none */
+	uint32_t tokens;
+	uint64_t generation;
+	uint8_t seed[16]; /* of the slot's checksums */
+	uint8_t status; /* Grant* */
+	uint8_t reserved[7];
+};
+TUTTIFS_SIZE(tuttifs_grant, 40);
+
+/* Pin leases the longest present prefix of keys for reading. A second PIN with one request id
+ * answers the same. */
+struct tuttifs_pin {
+	struct tuttifs_header header;
+	struct tuttifs_target target;
+	struct tuttifs_span keys; /* KeyBytes each */
+	struct tuttifs_span grants; /* out span with room for keys x pools grants */
+	uint64_t request; /* chosen by the caller, unique in its session while pinned */
+	uint32_t tenant;
+	uint32_t reserved;
+	uint64_t map_generation; /* out: sum over the target's pools: refresh the maps when it moved */
+	uint32_t count; /* out: leading keys pinned */
+	uint32_t pools; /* out: grants a key */
+};
+TUTTIFS_SIZE(tuttifs_pin, 80);
+
+/* Release ends the pins of a request. Releasing twice, or what has expired, is ENOENT. */
+struct tuttifs_release {
+	struct tuttifs_header header;
+	struct tuttifs_target target;
+	uint64_t request;
+};
+TUTTIFS_SIZE(tuttifs_release, 24);
+
+/* ReserveItem is one file to be stored. */
+struct tuttifs_reserve_item {
+	uint8_t key[TUTTIFS_KEY_BYTES];
+	uint8_t parent[TUTTIFS_KEY_BYTES]; /* zero for a root */
+	uint32_t tokens;
+	uint32_t position; /* blocks before it in its chain */
+};
+TUTTIFS_SIZE(tuttifs_reserve_item, 72);
+
+/* ReservePartial, in Header.Flags, grants a leading run where not all fit. */
+#define TUTTIFS_RESERVE_PARTIAL 1
+
+/* Reserve leases slots for writing: all or nothing unless ReservePartial. Other ranks join by the
+ * same reserve id. */
+struct tuttifs_reserve {
+	struct tuttifs_header header;
+	struct tuttifs_target target;
+	struct tuttifs_span items; /* ReserveItem each */
+	struct tuttifs_span grants; /* out span with room for items x pools grants */
+	uint64_t reserve;
+	uint32_t tenant;
+	uint32_t reserved;
+	uint64_t map_generation; /* out: as in Pin */
+	uint32_t count; /* out: leading items granted */
+	uint32_t pools; /* out */
+};
+TUTTIFS_SIZE(tuttifs_reserve, 80);
+
+/* Commit says that this process has written all objects of Rank for every slot of the reservation. */
+struct tuttifs_commit {
+	struct tuttifs_header header;
+	struct tuttifs_target target;
+	uint64_t reserve;
+	uint16_t rank;
+	uint16_t reserved[3];
+	uint64_t ticket; /* out: done when the last rank's commit is durable */
+};
+TUTTIFS_SIZE(tuttifs_commit, 40);
+
+/* Abort gives a reservation's uncommitted slots back. */
+struct tuttifs_abort {
+	struct tuttifs_header header;
+	struct tuttifs_target target;
+	uint64_t reserve;
+};
+TUTTIFS_SIZE(tuttifs_abort, 24);
+
+/* ReportBad says that a reader found damage. The daemon rereads the slot, and evicts the file if it
+ * agrees. */
+struct tuttifs_report_bad {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	uint32_t slot;
+	uint32_t reserved;
+	uint64_t generation;
+	uint64_t ticket; /* out */
+};
+TUTTIFS_SIZE(tuttifs_report_bad, 40);
+
+/* Evict flags: exactly one. */
+#define TUTTIFS_EVICT_COUNT 1 /* up to Count files, by the policy's choice */
+#define TUTTIFS_EVICT_KEYS 2 /* the named files */
+#define TUTTIFS_EVICT_PREFIX 4 /* the named files and their ancestors up to the first that another chain shares */
+
+/* Evict frees files of a pool. The ticket's Value is how many. Pinned files are doomed or left,
+ * never torn away. */
+struct tuttifs_evict {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	struct tuttifs_span keys; /* KeyBytes each, for EvictKeys and EvictPrefix */
+	uint32_t count; /* for EvictCount */
+	uint32_t reserved;
+	uint64_t ticket; /* out */
+};
+TUTTIFS_SIZE(tuttifs_evict, 48);
+
+/* Unlink dooms files: a miss at once, the slot free at the last unpin. */
+struct tuttifs_unlink {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	struct tuttifs_span keys; /* KeyBytes each */
+	uint32_t count; /* out: files that were there */
+	uint32_t pad; /* out: zero */
+	uint64_t reserved;
+};
+TUTTIFS_SIZE(tuttifs_unlink, 48);
+
+/* Extent is where one object lies. */
+struct tuttifs_extent {
+	uint64_t unit;
+	uint32_t units;
+	uint16_t drive;
+	uint16_t object;
+};
+TUTTIFS_SIZE(tuttifs_extent, 16);
+
+/* Extents locates a slot's objects from First on. */
+struct tuttifs_extents {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	struct tuttifs_span extents; /* out span */
+	uint64_t generation; /* of the file; 0 for whatever the slot holds */
+	uint32_t slot;
+	uint32_t first;
+	uint32_t count; /* out */
+	uint32_t total; /* out */
+};
+TUTTIFS_SIZE(tuttifs_extents, 56);
+
+/* Stats are a pool's counters, monotonic since the mount, and gauges. */
+struct tuttifs_stats {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	uint64_t lookups; /* out: blocks asked of PIN: hits + misses */
+	uint64_t hits; /* out */
+	uint64_t misses; /* out */
+	uint64_t reserved;
+	uint64_t reserves; /* out */
+	uint64_t commits; /* out */
+	uint64_t aborts; /* out */
+	uint64_t evicted; /* out */
+	uint64_t doomed; /* out */
+	uint64_t bad; /* out */
+	uint64_t files; /* out: gauge, as all that follow */
+	uint64_t files_pinned; /* out */
+	uint64_t files_reserved; /* out */
+	uint64_t slots_free; /* out */
+	uint64_t slots_freeing; /* out */
+	uint64_t slots_used; /* out */
+	uint64_t bytes_used; /* out */
+	uint64_t bytes_capacity; /* out */
+};
+TUTTIFS_SIZE(tuttifs_stats, 160);
+
+/* Event is what has happened to one pool since the mount. */
+struct tuttifs_event {
+	struct tuttifs_target target;
+	uint64_t map_generation;
+	uint64_t committed;
+	uint64_t evicted;
+	uint64_t doomed;
+	uint64_t bad;
+};
+TUTTIFS_SIZE(tuttifs_event, 48);
+
+/* Events polls all pools at once; compare with the last answer. */
+struct tuttifs_events {
+	struct tuttifs_header header;
+	uint32_t first; /* index of the first pool wanted */
+	uint32_t reserved;
+	uint32_t count; /* out */
+	uint32_t total; /* out */
+	struct tuttifs_event events[TUTTIFS_EVENT_PAGE]; /* out */
+};
+TUTTIFS_SIZE(tuttifs_events, 3096);
+
+/* Ticket states. */
+#define TUTTIFS_TICKET_PENDING 0
+#define TUTTIFS_TICKET_DONE 1
+#define TUTTIFS_TICKET_FAILED 2 /* Errno says why */
+
+/* Ticket asks for the state of what a verb started. A finished ticket is forgotten when as many
+ * newer ones exist as may be outstanding (Hello.Tickets). */
+struct tuttifs_ticket {
+	struct tuttifs_header header;
+	uint64_t id;
+	uint32_t state; /* out: Ticket* */
+	int32_t errno; /* out: positive, with TicketFailed */
+	uint64_t value; /* out: EVICT: files evicted. POOL_OPEN, COMMIT, REPORT_BAD: zero */
+	uint64_t reserved;
+};
+TUTTIFS_SIZE(tuttifs_ticket, 40);
+
+/* The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket
+ * whose path SESSION_CREATE and SESSION_JOIN answer. The engine sends one AttachRequest and gets
+ * one AttachReply with up to three descriptors (SCM_RIGHTS): arena, queues, DMA memory. The
+ * connection stays open: its end means that the process is gone. Later messages on it are
+ * AttachRequest and AttachReply too, without descriptors. */
+#define TUTTIFS_ATTACH_MAGIC 1096045908 /* "TUTA" */
+#define TUTTIFS_MESSAGE_ATTACH 1 /* first message: make the memory */
+#define TUTTIFS_MESSAGE_QUIESCE 2 /* stop lane Lane: when the reply says 0 nothing of it touches memory or drives any more */
+#define TUTTIFS_MESSAGE_REATTACH 3 /* begin lane Lane again with zeroed queues */
+#define TUTTIFS_MESSAGE_PING 4 /* answers 0 */
+#define TUTTIFS_LANES_MAX 64
+#define TUTTIFS_DEPTH_MAX 4096
+#define TUTTIFS_DMA_BASE 0x10000000000ull /* DMABase is the I/O address of the DMA memory's first byte. */
+
+/* AttachRequest is what the engine sends. */
+struct tuttifs_attach_request {
+	uint32_t magic; /* AttachMagic */
+	uint16_t version; /* Version */
+	uint16_t kind; /* Message* */
+	uint32_t size; /* of this struct */
+	uint32_t session;
+	uint32_t member;
+	uint32_t lanes; /* 0 for an arena alone, at most LanesMax */
+	uint32_t depth; /* entries of each queue: a power of two, 2..DepthMax; 0 without lanes */
+	uint32_t lane; /* for MessageQuiesce and MessageReattach */
+	uint64_t dma_bytes; /* 0 without lanes */
+	uint8_t token[TUTTIFS_TOKEN_BYTES];
+	uint64_t reserved[8];
+};
+TUTTIFS_SIZE(tuttifs_attach_request, 120);
+
+/* AttachReply is what the daemon answers. */
+struct tuttifs_attach_reply {
+	uint32_t magic;
+	uint16_t version;
+	uint16_t kind; /* of the request */
+	uint32_t size; /* of this struct */
+	int32_t errno; /* 0, or a positive errno; then the rest is zero */
+	uint32_t descriptors; /* sent along: arena, queues, DMA memory, in this order; DMA only if DMABytes is not zero */
+	uint32_t lanes;
+	uint32_t depth;
+	uint32_t drives;
+	uint64_t arena_bytes;
+	uint64_t queues_bytes; /* of the queue memory: SessionPageBytes + Lanes x Drives x QueueBlockBytes, rounded up to pages */
+	uint64_t queue_block_bytes; /* one queue pair; nvme.QueueBytes(Depth) */
+	uint64_t dma_bytes;
+	uint64_t dma_base;
+	uint64_t nonce; /* of the mount, as in Hello */
+	uint32_t sgl; /* 1 if the controllers take SGL data blocks */
+	uint32_t command_bytes; /* largest transfer of one command */
+	uint32_t pollers; /* threads that may sleep on WakeWord: wake them all */
+	uint32_t reserved; /* zero */
+	uint16_t drive_index[TUTTIFS_DRIVES_MAX]; /* of the d-th drive */
+	uint16_t lba_bytes[TUTTIFS_DRIVES_MAX]; /* of the d-th drive */
+	uint64_t reserved2[4]; /* zero */
+};
+TUTTIFS_SIZE(tuttifs_attach_reply, 384);
+
+/* The queue memory begins with the session page; then, for lane l and the d-th drive, the block at
+ * SessionPageBytes + (l x Drives + d) x QueueBlockBytes holds a queue pair as nvme.MapQueue lays it
+ * out. Words of the session page, each in cache lines of its own; byte offsets: */
+#define TUTTIFS_SESSION_PAGE_BYTES 4096
+#define TUTTIFS_ARMED_WORD 0 /* u32: raised by the engine before it rings a doorbell, lowered when its work is done */
+#define TUTTIFS_WAKE_WORD 64 /* u32: a poller stores 1 and sleeps on it; the engine, having raised armed, swaps in 0 and, if it was 1, wakes all */
+#define TUTTIFS_HEARTBEAT_WORD 128 /* u64: counted up by the daemon every HeartbeatMilliseconds */
+#define TUTTIFS_NONCE_WORD 136 /* u64: of the mount */
+#define TUTTIFS_STATE_WORD 144 /* u32: SessionLive, SessionClosed */
+#define TUTTIFS_MAP_GENERATION_WORD 192 /* u64: counted up when any pool's rows have changed */
+#define TUTTIFS_TICKET_WORD 256 /* u32: counted up, and woken as a futex, when a ticket of this process finishes */
+#define TUTTIFS_HEARTBEAT_MILLISECONDS 100
+#define TUTTIFS_SESSION_LIVE 1
+#define TUTTIFS_SESSION_CLOSED 2
+
+/* The verbs. */
+#define TUTTIFS_IOC_HELLO          _IOWR('T', 1, struct tuttifs_hello)
+#define TUTTIFS_IOC_DRIVES         _IOWR('T', 2, struct tuttifs_drives)
+#define TUTTIFS_IOC_SESSION_CREATE _IOWR('T', 3, struct tuttifs_session)
+#define TUTTIFS_IOC_SESSION_JOIN   _IOWR('T', 4, struct tuttifs_session)
+#define TUTTIFS_IOC_ARENA          _IOWR('T', 5, struct tuttifs_arena)
+#define TUTTIFS_IOC_POOL_OPEN      _IOWR('T', 6, struct tuttifs_pool_open)
+#define TUTTIFS_IOC_POOL_INFO      _IOWR('T', 7, struct tuttifs_pool_info)
+#define TUTTIFS_IOC_LAYOUT         _IOWR('T', 8, struct tuttifs_layout)
+#define TUTTIFS_IOC_ROWS           _IOWR('T', 9, struct tuttifs_rows)
+#define TUTTIFS_IOC_MAP_ACK        _IOWR('T', 10, struct tuttifs_map_ack)
+#define TUTTIFS_IOC_PEEK           _IOWR('T', 11, struct tuttifs_peek)
+#define TUTTIFS_IOC_PIN            _IOWR('T', 12, struct tuttifs_pin)
+#define TUTTIFS_IOC_RELEASE        _IOWR('T', 13, struct tuttifs_release)
+#define TUTTIFS_IOC_RESERVE        _IOWR('T', 14, struct tuttifs_reserve)
+#define TUTTIFS_IOC_COMMIT         _IOWR('T', 15, struct tuttifs_commit)
+#define TUTTIFS_IOC_ABORT          _IOWR('T', 16, struct tuttifs_abort)
+#define TUTTIFS_IOC_REPORT_BAD     _IOWR('T', 17, struct tuttifs_report_bad)
+#define TUTTIFS_IOC_EVICT          _IOWR('T', 18, struct tuttifs_evict)
+#define TUTTIFS_IOC_UNLINK         _IOWR('T', 19, struct tuttifs_unlink)
+#define TUTTIFS_IOC_EXTENTS        _IOWR('T', 20, struct tuttifs_extents)
+#define TUTTIFS_IOC_STATS          _IOWR('T', 21, struct tuttifs_stats)
+#define TUTTIFS_IOC_EVENTS         _IOWR('T', 22, struct tuttifs_events)
+#define TUTTIFS_IOC_TICKET         _IOWR('T', 23, struct tuttifs_ticket)
+
+#ifdef __cplusplus
+}
+#endif
+#undef TUTTIFS_SIZE
+#endif /* TUTTIFS_H */
