@@ -45,8 +45,8 @@ func AlignedBuffer(n int) []byte {
 	return b[skip : skip+n : skip+n]
 }
 
-// FreeBuffer gives back a buffer of AlignedBuffer, which nobody may touch afterwards. It is optional for small buffers.
-// b must be the slice that AlignedBuffer returned, or one that starts where it does.
+// FreeBuffer gives back a buffer of AlignedBuffer, which nobody may touch afterwards. It is optional for small
+// buffers. b must be the slice that AlignedBuffer returned, or one that starts where it does.
 func FreeBuffer(b []byte) {
 	mapped.Lock()
 	defer mapped.Unlock()

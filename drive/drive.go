@@ -64,7 +64,8 @@ type Options struct {
 	ReadOnly bool
 	// NoLock skips the lock (looking at a label of a drive that a daemon holds).
 	NoLock bool
-	// LBABytes overrides the logical block size of a regular file; 0 means probed (512 for files that allow it, else 4096).
+	// LBABytes overrides the logical block size of a regular file; 0 means probed (512 for files that allow it,
+	// else 4096).
 	LBABytes int
 	// Buffered forbids direct I/O.
 	Buffered bool

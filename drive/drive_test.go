@@ -47,7 +47,8 @@ func open(t *testing.T, path string, o Options) Drive {
 	return d
 }
 
-// forceAlign makes a file drive behave as if its direct I/O took only align-byte blocks, which the medium below allows.
+// forceAlign makes a file drive behave as if its direct I/O took only align-byte blocks, which the medium below
+// allows.
 func forceAlign(t *testing.T, d Drive, align int) Drive {
 	t.Helper()
 	f := d.(*file)

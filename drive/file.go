@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// transferBytes bounds one system call: Linux moves at most 2 GiB less a page in one, and a multiple of every alignment
-// keeps the rest of a longer request aligned.
+// transferBytes bounds one system call: Linux moves at most 2 GiB less a page in one, and a multiple of every
+// alignment keeps the rest of a longer request aligned.
 const transferBytes = 1 << 30
 
 // file is a regular file or a block device.
@@ -32,15 +32,15 @@ type file struct {
 	fd     int
 	fdOpen bool // guarded by life
 
-	// edges keeps whole-block writes (shared) out while a partial block is read, changed and written (exclusive): they
-	// would otherwise lose the neighbour's bytes.
+	// edges keeps whole-block writes (shared) out while a partial block is read, changed and written (exclusive):
+	// they would otherwise lose the neighbour's bytes.
 	edges sync.RWMutex
 
 	flushFailed failure
 }
 
-// failure is an error that stays: once a flush has failed nobody can tell which writes were lost, and the kernel reports it
-// only once.
+// failure is an error that stays: once a flush has failed nobody can tell which writes were lost, and the kernel
+// reports it only once.
 type failure struct {
 	sync.Mutex
 	err error
@@ -125,8 +125,8 @@ func (f *file) readBounced(p []byte, off int64) error {
 	return nil
 }
 
-// span is the next piece of a bounced request: the block it starts in, the bytes of that block before the request, and the
-// whole blocks to move, at most a bounce buffer.
+// span is the next piece of a bounced request: the block it starts in, the bytes of that block before the request,
+// and the whole blocks to move, at most a bounce buffer.
 func (f *file) span(n int, off int64) (start int64, skip, span int) {
 	align := int64(f.offsetAlign)
 	start = off &^ (align - 1)
@@ -181,8 +181,8 @@ func (f *file) writeFull(p []byte, off int64) error {
 	return nil
 }
 
-// writeBounced copies p into pooled memory and writes whole blocks. A block that p covers only in part is read first; the
-// caller holds edges, exclusively if there is such a block.
+// writeBounced copies p into pooled memory and writes whole blocks. A block that p covers only in part is read
+// first; the caller holds edges, exclusively if there is such a block.
 func (f *file) writeBounced(p []byte, off int64) error {
 	bounce := bouncePool.Get().(*[]byte)
 	defer bouncePool.Put(bounce)

@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// loopDevice is a loop device over a new sparse file, with the given sector size. It detaches at the last close, so that not
-// even a killed test leaves it behind.
+// loopDevice is a loop device over a new sparse file, with the given sector size. It detaches at the last close, so
+// that not even a killed test leaves it behind.
 func loopDevice(t *testing.T, size int64, sector uint32) string {
 	t.Helper()
 	if os.Geteuid() != 0 {

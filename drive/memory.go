@@ -16,8 +16,8 @@ type memory struct {
 	bytes []byte       // guarded by life; nil once closed
 }
 
-// NewMemory is a zero-filled drive in anonymous memory, outside the garbage collector's sight. Nothing is reserved: a drive
-// larger than the machine's memory works as long as it stays mostly unwritten.
+// NewMemory is a zero-filled drive in anonymous memory, outside the garbage collector's sight. Nothing is reserved:
+// a drive larger than the machine's memory works as long as it stays mostly unwritten.
 func NewMemory(name string, size int64) (Drive, error) {
 	if size <= 0 || size%UnitBytes != 0 || size != int64(int(size)) {
 		return nil, fmt.Errorf("drive %s: size %d is not a positive multiple of %d", name, size, UnitBytes)
@@ -78,7 +78,8 @@ func (m *memory) WriteZeroes(off, n int64) error {
 	})
 }
 
-// dropPages gives [start, end) of the storage back. Both are multiples of the page size and inside the drive; life is held.
+// dropPages gives [start, end) of the storage back. Both are multiples of the page size and inside the drive; life
+// is held.
 func (m *memory) dropPages(op string, start, end int64) error {
 	if start >= end {
 		return nil

@@ -11,8 +11,8 @@ import (
 
 // Open opens an existing regular file or block device.
 //
-// The lock is an flock, exclusive for writers and shared for readers; a block device opened for writing is also claimed
-// (O_EXCL), which refuses one that holds a mounted filesystem or belongs to RAID, LVM or a device mapper.
+// The lock is an flock, exclusive for writers and shared for readers; a block device opened for writing is also
+// claimed (O_EXCL), which refuses one that holds a mounted filesystem or belongs to RAID, LVM or a device mapper.
 func Open(path string, o Options) (Drive, error) {
 	if o.LBABytes != 0 && o.LBABytes != 512 && o.LBABytes != 4096 {
 		return nil, fmt.Errorf("drive %s: LBA size %d: only 512 and 4096 exist", path, o.LBABytes)

@@ -63,8 +63,8 @@ func (f *file) probeDirect() error {
 	return nil
 }
 
-// directByStatx asks the kernel (6.1 and later); known is false if it or the filesystem does not say. offset 0 means that
-// direct I/O is refused.
+// directByStatx asks the kernel (6.1 and later); known is false if it or the filesystem does not say. offset 0
+// means that direct I/O is refused.
 func (f *file) directByStatx() (offset, memory int, known bool) {
 	var sx unix.Statx_t
 	err := unix.Statx(f.fd, "", unix.AT_EMPTY_PATH, unix.STATX_DIOALIGN, &sx)
@@ -74,8 +74,8 @@ func (f *file) directByStatx() (offset, memory int, known bool) {
 	return int(sx.Dio_offset_align), int(sx.Dio_mem_align), true
 }
 
-// tryDirect reads one block at the first offset that is a multiple of align and of nothing larger. Reading is the only
-// trial that harms nothing.
+// tryDirect reads one block at the first offset that is a multiple of align and of nothing larger. Reading is the
+// only trial that harms nothing.
 func (f *file) tryDirect(align int) bool {
 	b := AlignedBuffer(UnitBytes + align)[align:]
 	off := int64(align) % UnitBytes
@@ -99,7 +99,8 @@ func (f *file) setDirect(on bool) error {
 	return err
 }
 
-// inPageCacheOnly knows the filesystems that accept O_DIRECT and ignore it: their page cache is all the storage they have.
+// inPageCacheOnly knows the filesystems that accept O_DIRECT and ignore it: their page cache is all the storage
+// they have.
 func inPageCacheOnly(fd int) bool {
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(fd, &fs); err != nil {
@@ -108,8 +109,8 @@ func inPageCacheOnly(fd int) bool {
 	return fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.RAMFS_MAGIC
 }
 
-// chooseLBA settles the logical block size: the device's own, or for a file the wanted one, or the smallest that direct I/O
-// takes.
+// chooseLBA settles the logical block size: the device's own, or for a file the wanted one, or the smallest that
+// direct I/O takes.
 func (f *file) chooseLBA(wanted int) error {
 	switch {
 	case f.kind == Block && wanted != 0 && wanted != f.lba:
