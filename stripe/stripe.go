@@ -1,9 +1,9 @@
 // Package stripe is the arithmetic of the layout: geometry -> (entry, offset). No I/O, no state.
 //
-// Words: an *object* is the unit of I/O, at most MaxObjectBytes, always one NVMe command. A *slot* holds one GPU file.
-// A *row* is W *entries*; a *stripe set* is W consecutive slots of a row, and each entry holds one slot's worth of bytes of
-// it. Object t of the r-th slot of a set lies on entry (r + i) mod W, i its position when the objects are sorted by
-// (size, layer, rank), at set base + sum of the sizes before it in that order.
+// Words: an *object* is the unit of I/O, at most MaxObjectBytes, always one NVMe command. A *slot* holds one GPU
+// file. A *row* is W *entries*; a *stripe set* is W consecutive slots of a row, and each entry holds one slot's
+// worth of bytes of it. Object t of the r-th slot of a set lies on entry (r + i) mod W, i its position when the
+// objects are sorted by (size, layer, rank), at set base + sum of the sizes before it in that order.
 package stripe
 
 // UnitBytes is the allocation unit.
