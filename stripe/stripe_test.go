@@ -132,7 +132,7 @@ func TestSizesAreBalanced(t *testing.T) {
 func TestRanksAreSpread(t *testing.T) {
 	for width := 1; width <= MaxWidth; width++ {
 		for _, ranks := range []int{1, 2, 3, 4, 8, 16} {
-			g, err := KV{Layers: 5, KVHeads: 16, HeadDim: 128, DTypeBytes: 2, Tokens: 16, Ranks: ranks}.Geometry()
+			g, err := KV{Layers: 5, KVHeads: 48, HeadDim: 128, DTypeBytes: 2, Tokens: 16, Ranks: ranks}.Geometry()
 			require.NoError(t, err)
 			l, err := NewLayout(g, width)
 			require.NoError(t, err)
@@ -246,12 +246,14 @@ func TestValidate(t *testing.T) {
 	}
 	require.NoError(t, good().Validate())
 	cases := map[string]func(g *Geometry){
-		"0 objects":            func(g *Geometry) { g.Objects = nil },
-		"0 runs":               func(g *Geometry) { g.Objects[1].Runs = nil },
-		"257 runs":             func(g *Geometry) { g.Objects[1].Runs = make([]Run, 257) },
-		"is empty":             func(g *Geometry) { g.Objects[1].Runs = []Run{{RunK, 0}} },
-		"several objects":      func(g *Geometry) { g.Objects[1].Runs = []Run{{RunK, MaxObjectBytes + 1}} },
-		"8589934590 bytes":     func(g *Geometry) { g.Objects[1].Runs = []Run{{RunK, math.MaxUint32}, {RunV, math.MaxUint32}} },
+		"0 objects":       func(g *Geometry) { g.Objects = nil },
+		"0 runs":          func(g *Geometry) { g.Objects[1].Runs = nil },
+		"257 runs":        func(g *Geometry) { g.Objects[1].Runs = make([]Run, 257) },
+		"is empty":        func(g *Geometry) { g.Objects[1].Runs = []Run{{RunK, 0}} },
+		"several objects": func(g *Geometry) { g.Objects[1].Runs = []Run{{RunK, MaxObjectBytes + 1}} },
+		"8589934590 bytes": func(g *Geometry) {
+			g.Objects[1].Runs = []Run{{RunK, math.MaxUint32}, {RunV, math.MaxUint32}}
+		},
 		"unknown kind":         func(g *Geometry) { g.Objects[1].Runs = []Run{{RunTrailer + 1, 9}} },
 		"contradict":           func(g *Geometry) { g.Objects[1].Runs = []Run{{RunTrailer, 9}} },
 		"rank 65535":           func(g *Geometry) { g.Objects[1].Rank = 65535 },
