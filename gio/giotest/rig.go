@@ -1,0 +1,318 @@
+// Package giotest is the conformance suite of executors: whatever produces commands - goroutines on host memory, kernels on
+// a GPU - runs the same tests against virtual controllers on memory drives.
+package giotest
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/drive"
+	"tuttifs/gio"
+	"tuttifs/nvme"
+	"tuttifs/nvme/emu"
+	"tuttifs/stripe"
+)
+
+// Executor is what the suite drives.
+type Executor interface {
+	DMA() []byte
+	Register(buf []byte) (*gio.Memory, error)
+	RegisterPadded(buf []byte) (*gio.Memory, error)
+	Unregister(m *gio.Memory) error
+	Issue(write bool, m *gio.Map, ctxs []gio.IOCTX) (*gio.Ticket, error)
+	Wait(t *gio.Ticket) ([]gio.Result, error)
+	OpenLayers(m *gio.Map, rank uint16, slots []gio.SlotIO) (*gio.Layers, error)
+	CreateLayers(m *gio.Map, rank uint16, slots []gio.SlotIO) (*gio.Layers, error)
+	Abandon(cause error)
+	Close() error
+}
+
+// Constructor makes an executor for a configuration.
+type Constructor func(c gio.RingConfig) (Executor, error)
+
+// dmaBase is an address that no process has, so that nobody mistakes one for the other.
+const dmaBase = 0x10_0000_0000
+
+// region is the DMA memory of one rig as controllers see it.
+type region []byte
+
+func (m region) Translate(iova uint64, n uint32) []byte {
+	if iova < dmaBase || iova-dmaBase > uint64(len(m)) || uint64(n) > uint64(len(m))-(iova-dmaBase) {
+		return nil
+	}
+	return m[iova-dmaBase : iova-dmaBase+uint64(n)]
+}
+
+// sector gives a drive another logical block size.
+type sector struct {
+	drive.Drive
+	bytes int
+}
+
+func (d sector) LBABytes() int { return d.bytes }
+
+// Shape of a rig. Zero fields take small defaults.
+type Shape struct {
+	Drives, Width, Lanes, Depth int
+	Rows                        int
+	LBABytes                    int
+	SGL, InOrder                bool
+	DMABytes, BounceBytes       int
+	ChunkCommands               int
+	Deadline                    time.Duration
+	Geometry                    stripe.Geometry
+	// Stepped runs the controllers on the thread that waits.
+	Stepped bool
+}
+
+func (s Shape) withDefaults() Shape {
+	set := func(p *int, v int) {
+		if *p == 0 {
+			*p = v
+		}
+	}
+	set(&s.Drives, 3)
+	set(&s.Width, min(2, s.Drives))
+	set(&s.Lanes, 2)
+	set(&s.Depth, 16)
+	set(&s.Rows, 2)
+	set(&s.LBABytes, 512)
+	set(&s.DMABytes, 16<<20)
+	if s.Deadline == 0 {
+		s.Deadline = 20 * time.Second
+	}
+	if len(s.Geometry.Objects) == 0 {
+		s.Geometry = Uneven(3, 1)
+	}
+	return s
+}
+
+// Uneven is a geometry of layers x ranks whose objects have odd lengths and different sizes, trailers included.
+func Uneven(layers, ranks int) stripe.Geometry {
+	var g stripe.Geometry
+	for layer := range layers {
+		for rank := range ranks {
+			g.Objects = append(g.Objects,
+				stripe.Object{Layer: uint16(layer), Rank: uint16(rank), Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 8192}}},
+				stripe.Object{Layer: uint16(layer), Rank: uint16(rank), Runs: []stripe.Run{
+					{Kind: stripe.RunLatent, Bytes: 656 * 13}, {Kind: stripe.RunIndexer, Bytes: uint32(132 + layer)}}},
+			)
+		}
+	}
+	return g.WithTrailers()
+}
+
+// Rig is one executor joined to virtual controllers.
+type Rig struct {
+	Shape       Shape
+	Ring        Executor
+	Map         *gio.Map
+	Drives      []drive.Drive
+	Controllers []*emu.Controller
+	Slots       uint32
+	Quiesced    atomic.Int32 // lanes quiesced so far
+	Deaf        atomic.Bool  // Quiesce fails, as when the daemon is gone
+
+	t          testing.TB
+	rows       []gio.MapRow
+	dma        []byte
+	blocks     [][]byte // queue memory, [lane*drives + drive]
+	queues     []*emu.Queue
+	pages      []nvme.QueueMemory
+	poller     *emu.Poller
+	armed      uint32
+	wake       uint32
+	stop       chan struct{}
+	entryUnits uint64
+}
+
+// NewRig builds drives, controllers, map and executor; everything is taken down with the test.
+func NewRig(t testing.TB, construct Constructor, shape Shape) *Rig {
+	t.Helper()
+	r := &Rig{Shape: shape.withDefaults(), t: t, stop: make(chan struct{})}
+	r.makeMap()
+	r.makeControllers()
+	c := gio.RingConfig{
+		DMA: r.dma, DMABase: dmaBase, BounceBytes: r.Shape.BounceBytes, SGL: r.Shape.SGL,
+		ChunkCommands: r.Shape.ChunkCommands, Deadline: r.Shape.Deadline, Armed: &r.armed, Wake: &r.wake,
+		Quiesce: r.quiesce, Reattach: r.reattach,
+	}
+	for l := range r.Shape.Lanes {
+		c.Lanes = append(c.Lanes, r.laneQueues(l))
+	}
+	if r.Shape.Stepped {
+		c.Step = func() { r.poller.Step() }
+	}
+	ring, err := construct(c)
+	require.NoError(t, err)
+	r.Ring = ring
+	t.Cleanup(func() { r.takeDown() })
+	if !r.Shape.Stepped {
+		go func() { defer close(r.stop); r.poller.Run() }()
+	}
+	return r
+}
+
+func (r *Rig) takeDown() {
+	if err := r.Ring.Close(); err != nil && !r.Deaf.Load() {
+		r.t.Errorf("close: %v", err)
+	}
+	if !r.Shape.Stepped {
+		r.poller.Stop()
+		<-r.stop
+	}
+	if n := atomic.LoadUint32(&r.armed); n != 0 {
+		r.t.Errorf("armed is left at %d", n)
+	}
+	for _, d := range r.Drives {
+		if err := d.Close(); err != nil {
+			r.t.Errorf("%v", err)
+		}
+	}
+	for _, b := range append(r.blocks, r.dma) {
+		drive.FreeBuffer(b)
+	}
+}
+
+// makeMap lays rows over the drives, rotated so that every drive holds entries, with a hole between rows.
+func (r *Rig) makeMap() {
+	s := &r.Shape
+	layout, err := stripe.NewLayout(s.Geometry, s.Width)
+	require.NoError(r.t, err)
+	r.entryUnits = layout.SlotUnits()*2 + 1
+	next := make([]uint64, s.Drives)
+	for i := range s.Rows {
+		row := gio.MapRow{Number: uint32(i)}
+		for e := range s.Width {
+			d := (i + e) % s.Drives
+			row.Drives = append(row.Drives, uint16(d))
+			row.Units = append(row.Units, 3+next[d])
+			next[d] += r.entryUnits + 2
+		}
+		r.rows = append(r.rows, row)
+	}
+	r.Map, err = gio.NewMap(layout, r.entryUnits, r.rows, 1)
+	require.NoError(r.t, err)
+	r.Slots = layout.SlotsPerRow(r.entryUnits) * uint32(s.Rows)
+	for d := range s.Drives {
+		m, err := drive.NewMemory(fmt.Sprintf("memory%d", d), int64(3+next[d])*drive.UnitBytes)
+		require.NoError(r.t, err)
+		r.Drives = append(r.Drives, sector{m, s.LBABytes})
+	}
+}
+
+func (r *Rig) makeControllers() {
+	s := &r.Shape
+	r.dma = drive.AlignedBuffer(s.DMABytes)
+	var err error
+	r.poller, err = emu.NewPoller(emu.PollerConfig{Armed: &r.armed, Wake: &r.wake})
+	require.NoError(r.t, err)
+	for d := range s.Drives {
+		c, err := emu.New(emu.Config{
+			Drive: r.Drives[d], Index: uint16(d), MDTS: 9, QueueEntries: 4096, Queues: uint16(s.Lanes),
+			SGL: true, InOrder: s.InOrder, Serial: "giotest",
+		})
+		require.NoError(r.t, err)
+		r.Controllers = append(r.Controllers, c)
+	}
+	r.queues = make([]*emu.Queue, s.Lanes*s.Drives)
+	r.pages = make([]nvme.QueueMemory, s.Lanes*s.Drives)
+	for i := range r.queues {
+		r.blocks = append(r.blocks, drive.AlignedBuffer(nvme.QueueBytes(s.Depth)))
+		r.pages[i], err = nvme.MapQueue(r.blocks[i], s.Depth)
+		require.NoError(r.t, err)
+		r.attach(i)
+	}
+}
+
+func (r *Rig) attach(i int) {
+	q, err := r.Controllers[i%r.Shape.Drives].Attach(emu.QueueConfig{Memory: r.pages[i], DMA: region(r.dma)})
+	require.NoError(r.t, err)
+	r.queues[i] = q
+	r.poller.Add(q)
+}
+
+func (r *Rig) laneQueues(lane int) []gio.Queue {
+	var queues []gio.Queue
+	for d := range r.Shape.Drives {
+		queues = append(queues, gio.Queue{
+			Memory: r.pages[lane*r.Shape.Drives+d], Drive: uint16(d), LBABytes: r.Shape.LBABytes,
+		})
+	}
+	return queues
+}
+
+func (r *Rig) quiesce(lane int) error {
+	if r.Deaf.Load() {
+		return errors.New("nobody answers")
+	}
+	r.Quiesced.Add(1)
+	var errs []error
+	for d := range r.Shape.Drives {
+		errs = append(errs, r.queues[lane*r.Shape.Drives+d].Quiesce(time.Now().Add(10*time.Second)))
+	}
+	return errors.Join(errs...)
+}
+
+func (r *Rig) reattach(lane int) ([]gio.Queue, error) {
+	for d := range r.Shape.Drives {
+		i := lane*r.Shape.Drives + d
+		clear(r.blocks[i])
+		r.attach(i)
+	}
+	return r.laneQueues(lane), nil
+}
+
+// SetFaults installs one hook on every controller.
+func (r *Rig) SetFaults(f func(sqe *nvme.SQE) *emu.Fault) {
+	for _, c := range r.Controllers {
+		c.SetFaults(f)
+	}
+}
+
+// Stored is an object's place on its drive, found by the layout and the rows and not by the map under test: its payload
+// and the padding to the end of its last unit.
+func (r *Rig) Stored(slot uint32, object uint16) (payload, pad []byte) {
+	layout := r.Map.Layout()
+	perRow := layout.SlotsPerRow(r.entryUnits)
+	row := r.rows[slot/perRow]
+	entry, unit := layout.Locate(slot%perRow, object)
+	at := (row.Units[entry] + unit) * drive.UnitBytes
+	o := &layout.Geometry().Objects[object]
+	b := r.Drives[row.Drives[entry]].Bytes()[at : at+uint64(o.Units())*drive.UnitBytes]
+	return b[:o.Bytes()], b[o.Bytes():]
+}
+
+// Bytes is an object's payload length.
+func (r *Rig) Bytes(object uint16) int { return int(r.Map.ObjectBytes(object)) }
+
+// Content fills b with what object of slot holds in a given round.
+func Content(b []byte, slot uint32, object uint16, round uint64) {
+	source := rand.New(rand.NewPCG(uint64(slot)<<16|uint64(object), round))
+	for len(b) >= 8 {
+		v := source.Uint64()
+		for i := range 8 {
+			b[i] = byte(v >> (8 * i))
+		}
+		b = b[8:]
+	}
+	for i := range b {
+		b[i] = byte(source.Uint32())
+	}
+}
+
+// Run issues a batch and waits for it.
+func (r *Rig) Run(write bool, ctxs []gio.IOCTX) []gio.Result {
+	r.t.Helper()
+	t, err := r.Ring.Issue(write, r.Map, ctxs)
+	require.NoError(r.t, err)
+	failed, err := r.Ring.Wait(t)
+	require.NoError(r.t, err)
+	return failed
+}

@@ -1,0 +1,354 @@
+package gio
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"tuttifs/checksum"
+)
+
+// SlotIO is one slot of a layer verb.
+type SlotIO struct {
+	Slot uint32
+	Seed checksum.Seed
+}
+
+// scratch is DMA memory in which trailers pass by, a round at a time.
+type scratch struct {
+	mu     sync.Mutex
+	memory *Memory
+}
+
+// Layers is the layer verbs' state for one batch of slots and one rank: the slots' trailers (read and verified at first,
+// or collected for a store). Several layers may be in flight; methods are safe for concurrent use, but not Finish and
+// Close beside others.
+//
+// A slot fails alone: its targets are zeroed, it is skipped from then on and Failed says why. The error that a verb
+// itself returns is about the batch: a wrong argument, or a ring that is gone.
+type Layers struct {
+	ring    *Ring
+	m       *Map
+	rank    uint16
+	slots   []SlotIO
+	objects int // of the rank, trailer not counted
+	store   bool
+	sums    []uint64 // [slot*objects + ordinal in rank]
+
+	mu     sync.Mutex
+	failed []error
+	stored []bool // by ordinal, once a ticket that wrote it has been waited for
+	closed bool
+}
+
+func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*Layers, error) {
+	if m == nil || int(rank) >= m.layout.Ranks() {
+		return nil, fmt.Errorf("%w: rank %d of a geometry without it", ErrInvalid, rank)
+	}
+	n := len(m.layout.RankObjects(rank))
+	return &Layers{
+		ring: r, m: m, rank: rank, slots: slots, objects: n, store: store,
+		sums: make([]uint64, n*len(slots)), failed: make([]error, len(slots)), stored: make([]bool, n),
+	}, nil
+}
+
+// OpenLayers prepares restoring: it reads and verifies the rank's trailers of all slots. Slots whose trailer is bad are
+// reported by Failed. The caller leaves slots alone until Close.
+func (r *Ring) OpenLayers(m *Map, rank uint16, slots []SlotIO) (*Layers, error) {
+	l, err := r.newLayers(m, rank, slots, false)
+	if err != nil {
+		return nil, err
+	}
+	err = l.trailers(false, func(i int, b []byte) {
+		if !checksum.ParseTrailer(b, slots[i].Seed, rank, m.layout.TrailerObject(rank), l.slotSums(i)) {
+			l.failed[i] = fmt.Errorf("%w: trailer of slot %d rank %d", ErrChecksum, slots[i].Slot, rank)
+		}
+	})
+	if err != nil {
+		return nil, err
+	}
+	return l, nil
+}
+
+// CreateLayers prepares storing.
+func (r *Ring) CreateLayers(m *Map, rank uint16, slots []SlotIO) (*Layers, error) {
+	return r.newLayers(m, rank, slots, true)
+}
+
+func (l *Layers) slotSums(i int) []uint64 { return l.sums[i*l.objects : (i+1)*l.objects] }
+
+// trailers moves the trailers of all slots that have not failed through the scratch memory, and calls each with every
+// one: after it was read, or to fill it before it is written.
+func (l *Layers) trailers(write bool, each func(i int, b []byte)) error {
+	s := &l.ring.scratch
+	object := l.m.layout.TrailerObject(l.rank)
+	payload := int(l.m.ObjectBytes(object))
+	room := (payload + pageBytes - 1) &^ (pageBytes - 1)
+	round := min(len(s.memory.buf)/room, len(l.slots))
+	if round == 0 && len(l.slots) > 0 {
+		return fmt.Errorf("%w: a trailer of %d bytes does not fit the scratch memory of %d", ErrMemory, room, len(s.memory.buf))
+	}
+	ctxs, index := make([]IOCTX, 0, round), make([]int, 0, round)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for i := 0; i < len(l.slots); {
+		ctxs, index = ctxs[:0], index[:0]
+		for ; i < len(l.slots) && len(ctxs) < round; i++ {
+			if l.failed[i] != nil {
+				continue
+			}
+			at := len(ctxs) * room
+			if b := s.memory.buf[at : at+room]; write {
+				each(i, b[:payload])
+				clear(b[payload:])
+			}
+			ctxs = append(ctxs, IOCTX{Desc: s.memory.Desc(at), Slot: l.slots[i].Slot, Object: object})
+			index = append(index, i)
+		}
+		failed, err := l.run(write, ctxs)
+		if err != nil {
+			return err
+		}
+		for _, f := range failed {
+			l.failed[index[f.Index]] = f.Err
+		}
+		for k, i := range index {
+			if !write && l.failed[i] == nil {
+				each(i, s.memory.buf[k*room:k*room+payload])
+			}
+		}
+	}
+	return nil
+}
+
+func (l *Layers) run(write bool, ctxs []IOCTX) ([]Result, error) {
+	t, err := l.ring.Issue(write, l.m, ctxs)
+	if err != nil {
+		return nil, err
+	}
+	return l.ring.Wait(t)
+}
+
+// LayerTicket is a layer in flight; Wait completes and (for reads) verifies it.
+type LayerTicket struct {
+	layers  *Layers
+	ticket  *Ticket
+	objects []uint16 // of the layer
+	desc    []uint64 // [slot*len(objects) + j]
+	active  []uint32 // slots of the batch's IOCTXs, len(objects) each
+}
+
+// RetrieveLayer reads the layer's objects of all slots into dst: dst[i*objectsOfLayer+j] is the descriptor for slot i,
+// object j of the layer. Wait verifies each object's checksum; failed slots are zeroed and reported by Failed. The caller
+// leaves dst alone until Wait.
+func (l *Layers) RetrieveLayer(layer uint16, dst []uint64) (*LayerTicket, error) {
+	t, ctxs, err := l.prepare(layer, dst, false)
+	if err != nil {
+		return nil, err
+	}
+	t.ticket, err = l.ring.Issue(false, l.m, ctxs)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// StoreLayer writes the layer's objects of all slots and keeps their sums. The caller leaves src and the payloads alone
+// until Wait.
+func (l *Layers) StoreLayer(layer uint16, src []uint64) (*LayerTicket, error) {
+	t, ctxs, err := l.prepare(layer, src, true)
+	if err != nil {
+		return nil, err
+	}
+	t.each(func(i int) {
+		for j, object := range t.objects {
+			b := t.payload(i, j)
+			if b == nil {
+				continue // its IOCTX reports it
+			}
+			at := i*l.objects + l.m.layout.OrdinalInRank(object)
+			l.sums[at] = checksum.Sum(l.slots[i].Seed, l.rank, object, b)
+		}
+	})
+	t.ticket, err = l.ring.Issue(true, l.m, ctxs)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// prepare makes the batch of a layer from the slots that have not failed, and zeroes the targets of those that have.
+func (l *Layers) prepare(layer uint16, desc []uint64, store bool) (*LayerTicket, []IOCTX, error) {
+	objects := l.m.layout.LayerObjects(layer, l.rank)
+	switch {
+	case l.store != store:
+		return nil, nil, fmt.Errorf("%w: layers opened for the other direction", ErrInvalid)
+	case len(objects) == 0:
+		return nil, nil, fmt.Errorf("%w: rank %d has no layer %d", ErrInvalid, l.rank, layer)
+	case len(desc) != len(l.slots)*len(objects):
+		return nil, nil, fmt.Errorf("%w: %d descriptors for %d slots of %d objects",
+			ErrInvalid, len(desc), len(l.slots), len(objects))
+	}
+	t := &LayerTicket{layers: l, objects: objects, desc: desc, active: make([]uint32, 0, len(l.slots))}
+	ctxs := make([]IOCTX, 0, len(desc))
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return nil, nil, ErrClosed
+	}
+	for i := range l.slots {
+		if l.failed[i] != nil {
+			if !store {
+				t.zero(i)
+			}
+			continue
+		}
+		t.active = append(t.active, uint32(i))
+		for j, object := range objects {
+			ctxs = append(ctxs, IOCTX{Desc: desc[i*len(objects)+j], Slot: l.slots[i].Slot, Object: object})
+		}
+	}
+	return t, ctxs, nil
+}
+
+// payload is object j of slot i, nil if its descriptor is bad.
+func (t *LayerTicket) payload(i, j int) []byte {
+	desc := t.desc[i*len(t.objects)+j]
+	m := t.layers.ring.lookup(desc)
+	if m == nil {
+		return nil
+	}
+	return m.at(desc, t.layers.m.ObjectBytes(t.objects[j]))
+}
+
+// zero clears all objects of slot i.
+func (t *LayerTicket) zero(i int) {
+	for j := range t.objects {
+		clear(t.payload(i, j))
+	}
+}
+
+// Wait completes the layer and, for reads, verifies it. Slots that failed are in Failed and zeroed; the error is for the
+// whole: the ring is gone.
+func (t *LayerTicket) Wait() error {
+	l := t.layers
+	results, err := l.ring.Wait(t.ticket)
+	for _, f := range results {
+		l.failSlot(int(t.active[f.Index/len(t.objects)]), f.Err)
+	}
+	if l.store {
+		if err == nil {
+			l.mu.Lock()
+			for _, object := range t.objects {
+				l.stored[l.m.layout.OrdinalInRank(object)] = true
+			}
+			l.mu.Unlock()
+		}
+		return err
+	}
+	t.each(t.verify)
+	return err
+}
+
+// verify compares a slot's objects with its trailer.
+func (t *LayerTicket) verify(i int) {
+	l := t.layers
+	for j, object := range t.objects {
+		if l.slotError(i) != nil {
+			break
+		}
+		want := l.sums[i*l.objects+l.m.layout.OrdinalInRank(object)]
+		if checksum.Sum(l.slots[i].Seed, l.rank, object, t.payload(i, j)) != want {
+			l.failSlot(i, fmt.Errorf("%w: slot %d object %d", ErrChecksum, l.slots[i].Slot, object))
+		}
+	}
+	if l.slotError(i) != nil {
+		t.zero(i)
+	}
+}
+
+// spreadBytes is the work that is worth another goroutine.
+const spreadBytes = 256 << 10
+
+// each calls f with every active slot, on several cores when that is worth it.
+func (t *LayerTicket) each(f func(i int)) {
+	bytes := 0
+	for _, object := range t.objects {
+		bytes += int(t.layers.m.ObjectBytes(object))
+	}
+	workers := min(runtime.GOMAXPROCS(0), len(t.active), len(t.active)*bytes/spreadBytes)
+	if workers <= 1 {
+		for _, i := range t.active {
+			f(int(i))
+		}
+		return
+	}
+	var next atomic.Int64
+	work := func() {
+		for k := next.Add(1) - 1; k < int64(len(t.active)); k = next.Add(1) - 1 {
+			f(int(t.active[k]))
+		}
+	}
+	var wg sync.WaitGroup
+	for range workers - 1 {
+		wg.Go(work)
+	}
+	work()
+	wg.Wait()
+}
+
+func (l *Layers) slotError(i int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.failed[i]
+}
+
+// failSlot keeps the first error of a slot.
+func (l *Layers) failSlot(i int, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.failed[i] == nil {
+		l.failed[i] = err
+	}
+}
+
+// Finish writes the trailers, once every layer was stored and waited for. Commit may follow when it returns nil: then all
+// slots are whole. Otherwise Failed names those that are not.
+func (l *Layers) Finish() error {
+	if !l.store || l.closed {
+		return fmt.Errorf("%w: nothing is being stored", ErrInvalid)
+	}
+	for ordinal, done := range l.stored {
+		if !done {
+			return fmt.Errorf("%w: object %d", ErrIncomplete, l.m.layout.RankObjects(l.rank)[ordinal])
+		}
+	}
+	object := l.m.layout.TrailerObject(l.rank)
+	err := l.trailers(true, func(i int, b []byte) {
+		checksum.PutTrailer(b, l.slots[i].Seed, l.rank, object, l.slotSums(i))
+	})
+	if err != nil {
+		return err
+	}
+	for i, err := range l.failed {
+		if err != nil {
+			return fmt.Errorf("gio: slot %d was not stored: %w", l.slots[i].Slot, err)
+		}
+	}
+	return nil
+}
+
+// Failed has one error (or nil) a slot, in the order of the slots: a copy.
+func (l *Layers) Failed() []error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return append([]error(nil), l.failed...)
+}
+
+// Close gives the trailers' memory back. Tickets must have been waited for.
+func (l *Layers) Close() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.closed, l.sums = true, nil
+}

@@ -1,0 +1,165 @@
+package gio
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Ticket is a batch in flight. (The IOCB.)
+type Ticket struct {
+	ring  *Ring
+	m     *Map
+	ctxs  []IOCTX
+	write bool
+	chunk int // most commands of a chunk
+	left  atomic.Int64
+
+	next   int     // first IOCTX in no chunk; Ring.mu, as are the two below
+	after  *Ticket // in the ring's list
+	queued bool
+
+	mu     sync.Mutex
+	failed []Result
+
+	memories []*Memory // those that the batch keeps from being unregistered
+}
+
+// chunkLeast keeps small batches together: a doorbell and a chunk's bookkeeping cost as much as several commands.
+const chunkLeast = 8
+
+// Issue queues a batch (any length; it is cut into chunks by lane). Reads land at the descriptors, payload length each
+// object's own. The caller leaves ctxs and the buffers alone until Wait has returned, and calls Wait exactly once.
+func (r *Ring) Issue(write bool, m *Map, ctxs []IOCTX) (*Ticket, error) {
+	t := &Ticket{ring: r, m: m, ctxs: ctxs, write: write}
+	if m == nil {
+		return nil, fmt.Errorf("%w: no extent map", ErrInvalid)
+	}
+	t.hold()
+	t.left.Store(int64(len(ctxs)))
+	t.chunk = max(chunkLeast, (len(ctxs)+len(r.lanes)-1)/len(r.lanes))
+	if limit := r.config.ChunkCommands; limit > 0 {
+		t.chunk = min(t.chunk, limit)
+	}
+	if err := r.enqueue(t); err != nil {
+		t.letGo()
+		return nil, err
+	}
+	r.Poll()
+	return t, nil
+}
+
+func (r *Ring) enqueue(t *Ticket) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.closed {
+		return ErrClosed
+	}
+	if err := r.broken.Load(); err != nil {
+		return *err
+	}
+	if r.alive.Load() == 0 {
+		return fmt.Errorf("%w: no lane is left", ErrDead)
+	}
+	if len(t.ctxs) == 0 {
+		return nil
+	}
+	if r.tail == nil {
+		r.head = t
+	} else {
+		r.tail.after = t
+	}
+	r.tail, t.queued = t, true
+	r.waiting.Add(1)
+	return nil
+}
+
+// hold keeps the batch's memory registered until it is done. A descriptor of no memory is left for its chunk to report.
+func (t *Ticket) hold() {
+	last := ^uint64(0)
+	t.ring.mu.Lock()
+	defer t.ring.mu.Unlock()
+	for i := range t.ctxs {
+		id := t.ctxs[i].Desc >> offsetBits
+		if id == last {
+			continue
+		}
+		last = id
+		m := t.ring.lookup(t.ctxs[i].Desc)
+		if m == nil || slices.Contains(t.memories, m) {
+			continue
+		}
+		m.users.Add(1)
+		t.memories = append(t.memories, m)
+	}
+}
+
+func (t *Ticket) letGo() {
+	for _, m := range t.memories {
+		m.users.Add(-1)
+	}
+	t.memories = nil
+}
+
+// Wait blocks until the batch is complete, at most the ring's deadline (and the time of a quiesce); it returns failed
+// IOCTXs in batch order (empty when all is well) and zeroes their targets for reads. The error is for the ring as a whole:
+// it is gone; the failed IOCTXs are returned with it.
+func (r *Ring) Wait(t *Ticket) ([]Result, error) {
+	begin := time.Time{}
+	for idle := 0; t.left.Load() > 0; idle++ {
+		if r.Poll() {
+			idle = 0
+			continue
+		}
+		if idle%checkEvery == checkEvery-1 || idle > spins {
+			now := time.Now()
+			if begin.IsZero() {
+				begin = now
+			}
+			r.expire(t, now.Sub(begin) > r.config.Deadline)
+		}
+		r.rest(idle)
+	}
+	t.letGo()
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	slices.SortFunc(t.failed, func(a, b Result) int { return cmp.Compare(a.Index, b.Index) })
+	if err := r.broken.Load(); err != nil && len(t.failed) > 0 {
+		return t.failed, *err
+	}
+	return t.failed, nil
+}
+
+// Done says whether Wait would return at once.
+func (t *Ticket) Done() bool { return t.left.Load() == 0 }
+
+// fail records one IOCTX's error and zeroes its target. The caller counts it off.
+func (t *Ticket) fail(index int, err error) {
+	ctx := &t.ctxs[index]
+	if !t.write {
+		if m := t.ring.lookup(ctx.Desc); m != nil {
+			clear(m.at(ctx.Desc, t.m.ObjectBytes(ctx.Object)))
+		}
+	}
+	t.mu.Lock()
+	t.failed = append(t.failed, Result{Index: index, Err: err})
+	t.mu.Unlock()
+}
+
+// failRest fails what is in no chunk yet. Ring.mu is held.
+func (t *Ticket) failRest(err error) {
+	n := len(t.ctxs) - t.next
+	for ; t.next < len(t.ctxs); t.next++ {
+		t.fail(t.next, err)
+	}
+	t.left.Add(-int64(n))
+}
+
+// payload is an IOCTX's memory. Its descriptor was checked when its command was built.
+func (t *Ticket) payload(index uint32) []byte {
+	ctx := &t.ctxs[index]
+	return t.ring.lookup(ctx.Desc).at(ctx.Desc, t.m.objects[ctx.Object].bytes)
+}
