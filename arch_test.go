@@ -31,6 +31,7 @@ var rooms = map[string][]string{
 	"gpufile":          {"extentmap", "extentmap/ondisk", "stripe", "checksum"},
 	"nvme/emu":         {"nvme", "drive"},
 	"gio":              {"stripe", "nvme", "checksum"},
+	"gio/giotest":      {"gio", "stripe", "nvme", "nvme/emu", "drive", "checksum"},
 	"engine":           {"ioctl", "gio", "nvme", "checksum", "stripe"},
 	"fs":               {"ioctl", "gpufile", "extentmap", "stripe"},
 	"daemon":           {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "checksum", "stripe"},

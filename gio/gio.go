@@ -77,7 +77,8 @@ func (e *StatusError) Error() string {
 	if e.Write {
 		verb = "write"
 	}
-	return fmt.Sprintf("%v: %s of slot %d object %d on drive %d: %v", ErrStatus, verb, e.Slot, e.Object, e.Drive, e.Status)
+	return fmt.Sprintf("%v: %s of slot %d object %d on drive %d: %v",
+		ErrStatus, verb, e.Slot, e.Object, e.Drive, e.Status)
 }
 
 func (e *StatusError) Unwrap() []error { return []error{ErrStatus, e.Status} }

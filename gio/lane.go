@@ -176,7 +176,8 @@ func (l *lane) place(t *Ticket, ctx *IOCTX, n uint32) (address uint64, cell uint
 		}
 	}
 	if int(n) > len(l.cells) {
-		return 0, 0, true, fmt.Errorf("%w: %d bytes must be bounced, a lane has %d bytes of cells", ErrMemory, n, len(l.cells))
+		return 0, 0, true, fmt.Errorf("%w: %d bytes must be bounced, a lane has %d bytes of cells",
+			ErrMemory, n, len(l.cells))
 	}
 	if int(n) > len(l.cells)-l.bounced {
 		return 0, 0, false, nil
@@ -265,7 +266,8 @@ func (l *lane) finish() {
 		}
 		bad, err := q.match()
 		if err != nil {
-			_ = l.fail(fmt.Errorf("%w: lane %d drive %d: %w", ErrProtocol, l.number, l.ring.config.Lanes[l.number][d].Drive, err))
+			drive := l.ring.config.Lanes[l.number][d].Drive
+			_ = l.fail(fmt.Errorf("%w: lane %d drive %d: %w", ErrProtocol, l.number, drive, err))
 			return
 		}
 		l.errors += bad
@@ -428,7 +430,8 @@ func (l *lane) reattach() error {
 		return err
 	}
 	if len(queues) != len(l.queues) {
-		return fmt.Errorf("%w: lane %d came back with %d queues of %d", ErrInvalid, l.number, len(queues), len(l.queues))
+		return fmt.Errorf("%w: lane %d came back with %d queues of %d",
+			ErrInvalid, l.number, len(queues), len(l.queues))
 	}
 	for d := range queues {
 		if err := queues[d].validate(); err != nil {

@@ -87,7 +87,8 @@ func (l *Layers) trailers(write bool, each func(i int, b []byte)) error {
 	room := (payload + pageBytes - 1) &^ (pageBytes - 1)
 	round := min(len(s.memory.buf)/room, len(l.slots))
 	if round == 0 && len(l.slots) > 0 {
-		return fmt.Errorf("%w: a trailer of %d bytes does not fit the scratch memory of %d", ErrMemory, room, len(s.memory.buf))
+		return fmt.Errorf("%w: a trailer of %d bytes does not fit the scratch memory of %d",
+			ErrMemory, room, len(s.memory.buf))
 	}
 	ctxs, index := make([]IOCTX, 0, round), make([]int, 0, round)
 	s.mu.Lock()

@@ -51,7 +51,8 @@ func NewMap(l *stripe.Layout, entryUnits uint64, rows []MapRow, generation uint6
 		generation: generation,
 	}
 	if m.slotsPerRow == 0 {
-		return nil, fmt.Errorf("%w: an entry of %d units holds no stripe set of %d", ErrInvalid, entryUnits, m.slotUnits)
+		return nil, fmt.Errorf("%w: an entry of %d units holds no stripe set of %d",
+			ErrInvalid, entryUnits, m.slotUnits)
 	}
 	if err := m.fillObjects(); err != nil {
 		return nil, err

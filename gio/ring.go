@@ -28,7 +28,8 @@ type RingConfig struct {
 	DMABase uint64
 	// BounceBytes at the start of DMA are bounce cells, divided among the lanes; 0 means direct only.
 	BounceBytes int
-	// ScratchBytes of DMA behind the bounce cells hold trailers on their way; 0 means 1 MiB, or an eighth of a smaller DMA.
+	// ScratchBytes of DMA behind the bounce cells hold trailers on their way; 0 means 1 MiB, or an eighth of a smaller
+	// DMA memory.
 	ScratchBytes int
 	// ChunkCommands bounds the commands of one chunk; 0 means that a batch is spread over all lanes.
 	ChunkCommands int
@@ -40,7 +41,8 @@ type RingConfig struct {
 	Quiesce func(lane int) error
 	// Reattach gives a quiesced lane new queue pairs, heads and tails at zero. Nil leaves quiesced lanes dead.
 	Reattach func(lane int) ([]Queue, error)
-	// Step, where set, is called by waits instead of yielding: it runs the controller on this thread (single-core benches and tests).
+	// Step, where set, is called by waits instead of yielding: it runs the controller on this thread (single-core benches
+	// and tests).
 	Step func()
 }
 
@@ -120,15 +122,17 @@ func (c *RingConfig) validate() error {
 				bad("lane %d queue %d: %v", l, d, err)
 			}
 			if queues[d].Drive != c.Lanes[0][d].Drive {
-				bad("lane %d queue %d is of drive %d, lane 0 has drive %d there", l, d, queues[d].Drive, c.Lanes[0][d].Drive)
+				bad("lane %d queue %d is of drive %d, lane 0 has drive %d there",
+					l, d, queues[d].Drive, c.Lanes[0][d].Drive)
 			}
 		}
 	}
 	if len(c.DMA) == 0 || uintptr(unsafe.Pointer(unsafe.SliceData(c.DMA)))%pageBytes != 0 || c.DMABase%pageBytes != 0 {
 		bad("DMA memory of %d bytes at %#x does not begin on a page", len(c.DMA), c.DMABase)
 	}
-	if c.BounceBytes < 0 || c.ScratchBytes < 0 || c.ScratchBytes%pageBytes != 0 || c.ChunkCommands < 0 || c.Deadline < 0 {
-		bad("negative or uneven size")
+	if c.BounceBytes < 0 || c.ChunkCommands < 0 || c.Deadline < 0 || c.ScratchBytes < 0 || c.ScratchBytes%pageBytes != 0 {
+		bad("bounce %d, scratch %d, chunk %d, deadline %v: negative or no whole pages",
+			c.BounceBytes, c.ScratchBytes, c.ChunkCommands, c.Deadline)
 	}
 	if (c.Armed == nil) != (c.Wake == nil) {
 		bad("Armed and Wake go together")

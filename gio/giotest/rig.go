@@ -115,7 +115,7 @@ type Rig struct {
 	Map         *gio.Map
 	Drives      []drive.Drive
 	Controllers []*emu.Controller
-	Slots       uint32
+	Slots       []uint32     // all that the map holds
 	Quiesced    atomic.Int32 // lanes quiesced so far
 	Deaf        atomic.Bool  // Quiesce fails, as when the daemon is gone
 
@@ -180,7 +180,7 @@ func (r *Rig) takeDown() {
 	}
 }
 
-// makeMap lays rows over the drives, rotated so that every drive holds entries, with a hole between rows.
+// makeMap lays rows over the drives, rotated so that every drive holds entries, with holes between row numbers.
 func (r *Rig) makeMap() {
 	s := &r.Shape
 	layout, err := stripe.NewLayout(s.Geometry, s.Width)
@@ -188,7 +188,7 @@ func (r *Rig) makeMap() {
 	r.entryUnits = layout.SlotUnits()*2 + 1
 	next := make([]uint64, s.Drives)
 	for i := range s.Rows {
-		row := gio.MapRow{Number: uint32(i)}
+		row := gio.MapRow{Number: uint32(2*i + 1)}
 		for e := range s.Width {
 			d := (i + e) % s.Drives
 			row.Drives = append(row.Drives, uint16(d))
@@ -199,7 +199,12 @@ func (r *Rig) makeMap() {
 	}
 	r.Map, err = gio.NewMap(layout, r.entryUnits, r.rows, 1)
 	require.NoError(r.t, err)
-	r.Slots = layout.SlotsPerRow(r.entryUnits) * uint32(s.Rows)
+	for i := range r.rows {
+		perRow := layout.SlotsPerRow(r.entryUnits)
+		for k := range perRow {
+			r.Slots = append(r.Slots, r.rows[i].Number*perRow+k)
+		}
+	}
 	for d := range s.Drives {
 		m, err := drive.NewMemory(fmt.Sprintf("memory%d", d), int64(3+next[d])*drive.UnitBytes)
 		require.NoError(r.t, err)
@@ -281,7 +286,7 @@ func (r *Rig) SetFaults(f func(sqe *nvme.SQE) *emu.Fault) {
 func (r *Rig) Stored(slot uint32, object uint16) (payload, pad []byte) {
 	layout := r.Map.Layout()
 	perRow := layout.SlotsPerRow(r.entryUnits)
-	row := r.rows[slot/perRow]
+	row := r.rows[slot/perRow/2]
 	entry, unit := layout.Locate(slot%perRow, object)
 	at := (row.Units[entry] + unit) * drive.UnitBytes
 	o := &layout.Geometry().Objects[object]
