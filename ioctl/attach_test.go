@@ -91,8 +91,8 @@ func TestMessagesCarryDescriptors(t *testing.T) {
 	require.NoError(t, err)
 	defer unix.Close(fd)
 	defer Unmap(b)
-	require.NoError(t, SendMessage(pair[0], []byte("hello"), []int{fd}))
-	got, fds, err := ReceiveMessage(pair[1], 16)
+	require.NoError(t, sendMessage(pair[0], []byte("hello"), []int{fd}))
+	got, fds, err := receiveMessage(pair[1], 16)
 	require.NoError(t, err)
 	require.Equal(t, "hello", string(got))
 	require.Len(t, fds, 1)
@@ -103,11 +103,11 @@ func TestMessagesCarryDescriptors(t *testing.T) {
 	require.NoError(t, Unmap(c))
 	require.NoError(t, unix.Close(fds[0]))
 
-	require.NoError(t, SendMessage(pair[0], make([]byte, 17), nil))
-	_, _, err = ReceiveMessage(pair[1], 16)
+	require.NoError(t, sendMessage(pair[0], make([]byte, 17), nil))
+	_, _, err = receiveMessage(pair[1], 16)
 	require.ErrorIs(t, err, ErrMessage)
 	require.NoError(t, unix.Close(pair[0]))
-	_, _, err = ReceiveMessage(pair[1], 16)
+	_, _, err = receiveMessage(pair[1], 16)
 	require.ErrorIs(t, err, ErrHangUp)
 }
 

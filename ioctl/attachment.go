@@ -83,7 +83,7 @@ func (a *Attachment) exchange(r *AttachRequest) (AttachReply, []int, error) {
 	if err := sendMessage(a.socket, r.Bytes(), nil); err != nil {
 		return AttachReply{}, nil, err
 	}
-	b, fds, err := ReceiveMessage(a.socket, int(unsafe.Sizeof(AttachReply{})))
+	b, fds, err := receiveMessage(a.socket, int(unsafe.Sizeof(AttachReply{})))
 	if err != nil {
 		return AttachReply{}, fds, err
 	}
@@ -251,18 +251,15 @@ func sendMessage(socket int, b []byte, fds []int) error {
 	}
 }
 
-// SendMessage is sendMessage for the daemon.
-func SendMessage(socket int, b []byte, fds []int) error { return sendMessage(socket, b, fds) }
-
 // ErrHangUp: the other end has closed the socket.
 var ErrHangUp = errors.New("ioctl: the other end of the socket is gone")
 
 // descriptorsMax bounds what one message may carry.
 const descriptorsMax = 8
 
-// ReceiveMessage receives one packet of at most n bytes; a longer one is an error. Descriptors that came along are returned
+// receiveMessage receives one packet of at most n bytes; a longer one is an error. Descriptors that came along are returned
 // even with an error, for the caller to close.
-func ReceiveMessage(socket, n int) ([]byte, []int, error) {
+func receiveMessage(socket, n int) ([]byte, []int, error) {
 	b := make([]byte, n+1)
 	oob := make([]byte, unix.CmsgSpace(4*descriptorsMax))
 	var got, oobn, flags int

@@ -31,5 +31,6 @@ const (
 	EDQUOT      = unix.EDQUOT      // tenant is over its quota
 	EMFILE      = unix.EMFILE      // too many sessions, members or pools
 	EUCLEAN     = unix.EUCLEAN     // metadata is damaged
+	ETIMEDOUT   = unix.ETIMEDOUT   // a lane could not be quiesced in time; it still may move bytes
 	ENOMEM      = unix.ENOMEM      // no memory for arena, queues or DMA
 )
