@@ -1,0 +1,356 @@
+package daemon
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"tuttifs/drive"
+	"tuttifs/gpufile"
+	"tuttifs/ioctl"
+	"tuttifs/nvme/emu"
+)
+
+// ControlOptions of NewControl. Zero fields take defaults.
+type ControlOptions struct {
+	// SocketDir holds the attach socket, <volume UUID>.sock. By default /run/tuttifs for root, else a directory of the user's own.
+	SocketDir string
+	// Shared lets other users' engines reach the socket (mounts with allow_other); tokens and credentials are checked either way.
+	Shared bool
+
+	MaxSessions int // sessions alive at once, 256
+	MaxMembers  int // processes in all sessions, 1024
+	MaxHandles  int // open control handles, 65536
+	MaxPools    int // pools that POOL_OPEN may lead to, 1024
+	Tickets     int // outstanding tickets of one handle, a power of two, 1024
+
+	ArenaBytesMax uint64 // of one process, ioctl.ArenaBytesMax
+	DMABytesMax   uint64 // of one process, 8 GiB
+	// SharedBytesMax bounds arenas, queues and DMA memory of all processes together, 64 GiB. The kernel gives pages as they are
+	// touched, and counts them as the daemon's.
+	SharedBytesMax uint64
+
+	Pollers        int           // threads serving one process's queues, 1
+	Backend        emu.Backend   // way to the drives
+	InOrder        bool          // controllers complete in order
+	QuiesceTimeout time.Duration // for commands in flight when a lane or a process ends, 5 s
+
+	Logf func(format string, args ...any) // nil is silent
+}
+
+func (o *ControlOptions) setDefaults() {
+	o.MaxSessions = cmp.Or(o.MaxSessions, 256)
+	o.MaxMembers = cmp.Or(o.MaxMembers, 1024)
+	o.MaxHandles = cmp.Or(o.MaxHandles, 65536)
+	o.MaxPools = cmp.Or(o.MaxPools, 1024)
+	o.Tickets = cmp.Or(o.Tickets, 1024)
+	o.ArenaBytesMax = min(cmp.Or(o.ArenaBytesMax, ioctl.ArenaBytesMax), ioctl.ArenaBytesMax)
+	o.DMABytesMax = cmp.Or(o.DMABytesMax, 8<<30)
+	o.SharedBytesMax = cmp.Or(o.SharedBytesMax, 64<<30)
+	o.Pollers = cmp.Or(o.Pollers, 1)
+	o.QuiesceTimeout = cmp.Or(o.QuiesceTimeout, 5*time.Second)
+	if o.Logf == nil {
+		o.Logf = func(string, ...any) {}
+	}
+	if o.SocketDir == "" {
+		o.SocketDir = defaultSocketDir()
+	}
+}
+
+func (o *ControlOptions) validate() error {
+	var errs []error
+	if o.Tickets < 1 || o.Tickets > 1<<16 || o.Tickets&(o.Tickets-1) != 0 {
+		errs = append(errs, fmt.Errorf("daemon: tickets a handle: %d is not a power of two of 1..65536", o.Tickets))
+	}
+	if o.Pollers < 1 || o.Pollers > ioctl.LanesMax {
+		errs = append(errs, fmt.Errorf("daemon: pollers a process: %d is not of 1..%d", o.Pollers, ioctl.LanesMax))
+	}
+	return errors.Join(errs...)
+}
+
+func defaultSocketDir() string {
+	if os.Geteuid() == 0 {
+		return "/run/tuttifs"
+	}
+	if d := os.Getenv("XDG_RUNTIME_DIR"); d != "" {
+		return filepath.Join(d, "tuttifs")
+	}
+	return filepath.Join(os.TempDir(), fmt.Sprintf("tuttifs-%d", os.Geteuid()))
+}
+
+// member drive as sessions use it.
+type driveController struct {
+	index      uint16
+	lbaBytes   int
+	controller *emu.Controller
+}
+
+// Control answers the ABI of one mount: ioctls from fs (it is fs.Ioctler), attachments from the socket. It owns the virtual
+// controllers and everything that sessions have in shared memory. Safe for concurrent use.
+//
+// Lock order: Control.mu is a leaf; member.setup before member.use; no lock is held over a call into gpufile but member.use,
+// shared, which only keeps the arena mapped.
+type Control struct {
+	o        ControlOptions
+	store    *gpufile.Store
+	nonce    uint64
+	uuid     [16]byte
+	drives   []driveController
+	listener *net.UnixListener
+	path     string // of the socket
+
+	stop    chan struct{}  // closed by Shutdown
+	workers sync.WaitGroup // accept loop, connections, heartbeat, evictions
+
+	mu          sync.Mutex // guards what follows
+	closed      bool
+	handles     map[uint64]*handle
+	members     map[uint32]*member
+	nextHandle  uint64
+	nextMember  uint32
+	sharedBytes uint64
+	connections map[*net.UnixConn]struct{}
+
+	scratch sync.Pool // of *scratch
+}
+
+// handle is one open file of the mount that takes ioctls.
+type handle struct {
+	id       uint64
+	uid      uint32
+	writable bool
+	tickets  tickets
+
+	mu     sync.Mutex // guards member
+	member *member    // nil before SESSION_CREATE or SESSION_JOIN; never replaced
+}
+
+// NewControl makes one controller a drive and listens on the attach socket.
+func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
+	o.setDefaults()
+	if err := o.validate(); err != nil {
+		return nil, err
+	}
+	v := store.Volume()
+	info := v.Info()
+	c := &Control{o: o, store: store, nonce: info.Nonce, uuid: info.UUID, stop: make(chan struct{}),
+		handles: map[uint64]*handle{}, members: map[uint32]*member{}, connections: map[*net.UnixConn]struct{}{}}
+	c.scratch.New = func() any { return new(scratch) }
+	for _, d := range info.Drives {
+		dc, err := newController(v.Drive(d.Index), d.Index, o)
+		if err != nil {
+			return nil, err
+		}
+		c.drives = append(c.drives, dc)
+	}
+	if err := c.listen(); err != nil {
+		return nil, err
+	}
+	c.workers.Go(c.acceptLoop)
+	c.workers.Go(c.heartbeat)
+	return c, nil
+}
+
+const commandBytes = 2 << 20 // MDTS of the virtual controllers
+
+func newController(d drive.Drive, index uint16, o ControlOptions) (driveController, error) {
+	ctl, err := emu.New(emu.Config{Drive: d, Index: index, MDTS: 9, QueueEntries: ioctl.DepthMax, Queues: 1<<16 - 2,
+		SGL: true, InOrder: o.InOrder, Serial: fmt.Sprintf("tuttifs-%d", index)})
+	if err != nil {
+		return driveController{}, fmt.Errorf("daemon: controller of drive %d (%s): %w", index, d.Name(), err)
+	}
+	return driveController{index: index, lbaBytes: d.LBABytes(), controller: ctl}, nil
+}
+
+// background runs f beside the verb that wants it; false after Shutdown has begun.
+func (c *Control) background(f func()) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		return false
+	}
+	c.workers.Go(f)
+	return true
+}
+
+// SocketPath is where engines attach.
+func (c *Control) SocketPath() string { return c.path }
+
+// Controllers lists the virtual controllers by drive index, for statistics.
+func (c *Control) Controllers() map[uint16]*emu.Controller {
+	m := make(map[uint16]*emu.Controller, len(c.drives))
+	for _, d := range c.drives {
+		m[d.index] = d.controller
+	}
+	return m
+}
+
+// Open registers an open file (fs.Ioctler). 0 is no handle: every ioctl on it is EMFILE.
+func (c *Control) Open(_ uint32, uid, _ uint32, writable bool) uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed || len(c.handles) >= c.o.MaxHandles {
+		return 0
+	}
+	c.nextHandle++
+	h := &handle{id: c.nextHandle, uid: uid, writable: writable}
+	h.tickets.max = c.o.Tickets
+	c.handles[h.id] = h
+	return h.id
+}
+
+// Close is RELEASE of an open file: it ends the membership made on it.
+func (c *Control) Close(id uint64) {
+	c.mu.Lock()
+	h := c.handles[id]
+	delete(c.handles, id)
+	c.mu.Unlock()
+	if h == nil {
+		return
+	}
+	h.tickets.close()
+	h.mu.Lock()
+	m := h.member
+	h.mu.Unlock()
+	if m != nil {
+		m.end("its file was closed")
+	}
+}
+
+// Ioctl serves one ioctl (fs.Ioctler).
+func (c *Control) Ioctl(id uint64, pid uint32, cmd uint32, _ uint64, in, out []byte) int32 {
+	c.mu.Lock()
+	h, closed := c.handles[id], c.closed
+	c.mu.Unlock()
+	switch {
+	case closed:
+		return int32(ioctl.ESTALE)
+	case h == nil:
+		return int32(ioctl.EMFILE)
+	}
+	return int32(ioctl.Dispatch(&call{c: c, h: h, pid: pid}, h.writable, cmd, in, out))
+}
+
+// Shutdown ends all memberships, quiesces their queues and removes the socket. Call it when the mount is gone and before the
+// store is closed. It reports what could not be stopped in time.
+func (c *Control) Shutdown() error {
+	c.mu.Lock()
+	if c.closed {
+		c.mu.Unlock()
+		return nil
+	}
+	c.closed = true
+	var members []*member
+	for _, m := range c.members {
+		members = append(members, m)
+	}
+	handles := c.handles
+	c.handles = map[uint64]*handle{}
+	c.mu.Unlock()
+
+	close(c.stop)
+	err := c.listener.Close()
+	for _, m := range members {
+		m.end("the mount is going away")
+	}
+	for _, h := range handles {
+		h.tickets.close()
+	}
+	left := awaitEnds(members, c.o.QuiesceTimeout+time.Second)
+	c.mu.Lock()
+	for conn := range c.connections {
+		_ = conn.Close()
+	}
+	c.mu.Unlock()
+	c.workers.Wait()
+	if left > 0 {
+		err = errors.Join(err, fmt.Errorf("daemon: %d processes have commands in flight that do not end", left))
+	}
+	return err
+}
+
+// awaitEnds waits until the members are taken down and returns how many were not in time.
+func awaitEnds(members []*member, patience time.Duration) (left int) {
+	timer := time.NewTimer(patience)
+	defer timer.Stop()
+	for i, m := range members {
+		select {
+		case <-m.ended:
+		case <-timer.C:
+			return len(members) - i
+		}
+	}
+	return 0
+}
+
+// heartbeat counts in every session page and says when maps have changed.
+func (c *Control) heartbeat() {
+	tick := time.NewTicker(ioctl.HeartbeatMilliseconds * time.Millisecond)
+	defer tick.Stop()
+	var last uint64
+	for {
+		select {
+		case <-c.stop:
+			return
+		case <-tick.C:
+		}
+		members := c.liveMembers()
+		if len(members) == 0 {
+			continue
+		}
+		now := mapGeneration(c.store.Pools())
+		for _, m := range members {
+			m.beat(now != last)
+		}
+		last = now
+	}
+}
+
+func (c *Control) liveMembers() []*member {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	members := make([]*member, 0, len(c.members))
+	for _, m := range c.members {
+		members = append(members, m)
+	}
+	return members
+}
+
+// mapGeneration is the sum over pools: it moves when any of them does, since each only grows.
+func mapGeneration(pools []*gpufile.Pool) (sum uint64) {
+	for _, p := range pools {
+		sum += p.Map().Generation()
+	}
+	return sum
+}
+
+// MemberInfo describes one process of a session, for status files.
+type MemberInfo struct {
+	Member     uint32    `json:"member"`
+	Session    uint32    `json:"session"`
+	UID        uint32    `json:"uid"`
+	PID        uint32    `json:"pid"`
+	Attached   bool      `json:"attached"`
+	Lanes      uint32    `json:"lanes"`
+	Depth      uint32    `json:"depth"`
+	ArenaBytes uint64    `json:"arena_bytes"`
+	DMABytes   uint64    `json:"dma_bytes"`
+	Since      time.Time `json:"since"`
+	Ending     bool      `json:"ending"`
+}
+
+// Members lists the processes of all sessions, by number.
+func (c *Control) Members() []MemberInfo {
+	infos := []MemberInfo{}
+	for _, m := range c.liveMembers() {
+		infos = append(infos, m.info())
+	}
+	slices.SortFunc(infos, func(a, b MemberInfo) int { return cmp.Compare(a.Member, b.Member) })
+	return infos
+}

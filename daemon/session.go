@@ -1,0 +1,387 @@
+package daemon
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"tuttifs/extentmap"
+	"tuttifs/gpufile"
+	"tuttifs/ioctl"
+	"tuttifs/nvme"
+	"tuttifs/nvme/emu"
+)
+
+// member is one process of a session: its leases, its shared memory and the queues in it. It ends once, by the first of: its
+// process is gone, its socket hung up, its file was closed, the mount goes away.
+type member struct {
+	c      *Control
+	id     uint32
+	uid    uint32
+	leases *gpufile.Member
+	proc   *process // nil where the process cannot be seen
+	since  time.Time
+	arena  uint64 // bytes that attaching will give
+
+	gone   atomic.Bool // set first when it ends: verbs answer ESTALE
+	ending sync.Once
+	ended  chan struct{} // closed when everything is given back
+
+	// use is held shared by verbs while they touch the shared memory, and alone to unmap it.
+	use    sync.RWMutex
+	shared shared
+
+	// setup is held while memory or lanes are made or taken down.
+	setup     sync.Mutex
+	attached  bool
+	conn      *net.UnixConn
+	lanes     []lane
+	pollers   []*poller
+	depth     uint32
+	dma       *dmaMemory
+	authority *authority
+
+	acks sync.Map // extentmap.PoolID -> uint64, the map generation that the process says it uses
+}
+
+// shared is a member's shared memory; slices are nil before it has attached.
+type shared struct {
+	arena, queues, dma []byte
+	inode              uint64 // of the arena's memfd
+	total              uint64 // bytes charged against SharedBytesMax
+}
+
+// lane is one queue pair a drive; nil queues while quiesced.
+type lane struct {
+	queues []*emu.Queue
+	live   bool
+}
+
+// poller is one thread serving queues.
+type poller struct {
+	*emu.Poller
+	done chan struct{}
+}
+
+// newMember binds leases to the calling process. It owns leases from here on, whatever it returns.
+func (c *Control) newMember(h *handle, tid uint32, leases *gpufile.Member, arena uint64) (*member, ioctl.Errno) {
+	proc, err := watchProcess(tid)
+	if err != nil {
+		leases.Close()
+		if errors.Is(err, unix.ESRCH) {
+			return nil, ioctl.ESTALE
+		}
+		c.o.Logf("%v", err)
+		return nil, ioctl.EMFILE
+	}
+	m := &member{c: c, uid: h.uid, leases: leases, proc: proc, since: time.Now(), arena: arena,
+		ended: make(chan struct{})}
+	c.mu.Lock()
+	if c.closed || len(c.members) >= c.o.MaxMembers {
+		c.mu.Unlock()
+		proc.close()
+		leases.Close()
+		return nil, ioctl.EMFILE
+	}
+	c.nextMember++
+	m.id = c.nextMember
+	c.members[m.id] = m
+	c.mu.Unlock()
+	if proc != nil {
+		go func() {
+			if proc.wait() {
+				m.end("its process is gone")
+			}
+		}()
+	}
+	return m, 0
+}
+
+// end takes the member down in the background: queues first, so that nothing moves any more when leases and memory go.
+func (m *member) end(why string) {
+	m.ending.Do(func() {
+		m.gone.Store(true)
+		go m.takeDown(why)
+	})
+}
+
+func (m *member) takeDown(why string) {
+	m.proc.close()
+	m.setup.Lock()
+	if m.conn != nil {
+		_ = m.conn.Close()
+	}
+	err := m.quiesceAll()
+	m.setup.Unlock()
+	if err != nil {
+		// A command that does not end still owns its slot and its bytes of memory. Both stay until it ends.
+		m.c.o.Logf("session %d, process %d: %s, but %v: waiting", m.leases.SessionID(), m.pid(), why, err)
+		m.waitQuiet()
+	}
+	for _, p := range m.pollers {
+		p.Stop()
+		<-p.done
+	}
+	m.leases.Close()
+	m.use.Lock()
+	if m.shared.queues != nil {
+		atomic.StoreUint32(word32(m.shared.queues, ioctl.StateWord), ioctl.SessionClosed)
+		ioctl.FutexWake(word32(m.shared.queues, ioctl.TicketWord))
+	}
+	m.shared.unmap()
+	total := m.shared.total
+	m.shared = shared{}
+	m.use.Unlock()
+
+	m.c.mu.Lock()
+	delete(m.c.members, m.id)
+	m.c.sharedBytes -= total
+	m.c.mu.Unlock()
+	close(m.ended)
+	m.c.o.Logf("session %d, process %d: ended: %s", m.leases.SessionID(), m.pid(), why)
+}
+
+// waitQuiet tries until all commands in flight have ended.
+func (m *member) waitQuiet() {
+	for {
+		m.setup.Lock()
+		err := m.quiesceAll()
+		m.setup.Unlock()
+		if err == nil {
+			return
+		}
+		time.Sleep(time.Second)
+	}
+}
+
+// memoryName begins the names of the member's memfds.
+func (m *member) memoryName() string {
+	return fmt.Sprintf("tuttifs-%d-%d-", m.leases.SessionID(), m.id)
+}
+
+// quiesceAll stops every lane within one time-out for all. The caller holds setup.
+func (m *member) quiesceAll() error {
+	deadline := time.Now().Add(m.c.o.QuiesceTimeout)
+	var errs []error
+	for i := range m.lanes {
+		errs = append(errs, m.lanes[i].quiesce(deadline))
+	}
+	return errors.Join(errs...)
+}
+
+// quiesce stops a lane's queues; after nil nothing of them touches memory or drives. It may be called again after an error.
+func (l *lane) quiesce(deadline time.Time) error {
+	var errs []error
+	for i, q := range l.queues {
+		if q == nil {
+			continue
+		}
+		if err := q.Quiesce(deadline); err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		l.queues[i] = nil
+	}
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	l.live = false
+	return nil
+}
+
+func (m *member) pid() uint32 {
+	if m.proc == nil {
+		return 0
+	}
+	return m.proc.pid
+}
+
+func (m *member) info() MemberInfo {
+	m.setup.Lock()
+	defer m.setup.Unlock()
+	m.use.RLock()
+	defer m.use.RUnlock()
+	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(), Attached: m.attached,
+		Lanes: uint32(len(m.lanes)), Depth: m.depth, ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
+		Since: m.since, Ending: m.gone.Load()}
+}
+
+// beat counts the heartbeat and, where maps have changed, the map generation.
+func (m *member) beat(mapsChanged bool) {
+	m.use.RLock()
+	defer m.use.RUnlock()
+	if m.shared.queues == nil {
+		return
+	}
+	atomic.AddUint64(word64(m.shared.queues, ioctl.HeartbeatWord), 1)
+	if mapsChanged {
+		atomic.AddUint64(word64(m.shared.queues, ioctl.MapGenerationWord), 1)
+	}
+}
+
+// ticketDone tells sleepers that a ticket has finished.
+func (m *member) ticketDone() {
+	m.use.RLock()
+	defer m.use.RUnlock()
+	if m.shared.queues != nil {
+		w := word32(m.shared.queues, ioctl.TicketWord)
+		atomic.AddUint32(w, 1)
+		ioctl.FutexWake(w)
+	}
+}
+
+func word32(b []byte, off int) *uint32 { return (*uint32)(unsafe.Pointer(&b[off])) }
+func word64(b []byte, off int) *uint64 { return (*uint64)(unsafe.Pointer(&b[off])) }
+
+// descriptors are the memfds of a member's memory in the order of the attach reply; they are closed when sent.
+type descriptors []int
+
+func (d descriptors) close() {
+	for _, fd := range d {
+		_ = unix.Close(fd)
+	}
+}
+
+// makeShared makes and maps arena, queues and DMA memory of the given sizes; dma may be 0.
+func makeShared(name string, arena, queues, dma uint64) (s shared, fds descriptors, err error) {
+	defer func() {
+		if err != nil {
+			fds.close()
+			s.unmap()
+			s, fds = shared{}, nil
+		}
+	}()
+	for _, r := range []struct {
+		kind  string
+		to    *[]byte
+		bytes uint64
+	}{{"arena", &s.arena, arena}, {"queues", &s.queues, queues}, {"dma", &s.dma, dma}} {
+		if r.bytes == 0 {
+			continue
+		}
+		fd, b, err := ioctl.NewSharedMemory(name+r.kind, r.bytes)
+		if err != nil {
+			return s, fds, err
+		}
+		fds, *r.to = append(fds, fd), b
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(fds[0], &st); err != nil {
+		return s, fds, fmt.Errorf("daemon: arena: %w", err)
+	}
+	s.inode = st.Ino
+	return s, fds, nil
+}
+
+func (s *shared) unmap() {
+	for _, b := range []*[]byte{&s.arena, &s.queues, &s.dma} {
+		_ = ioctl.Unmap(*b)
+		*b = nil
+	}
+}
+
+// dmaMemory is a member's DMA memory as controllers see it.
+type dmaMemory struct{ b []byte }
+
+func (d *dmaMemory) Translate(iova uint64, n uint32) []byte {
+	off := iova - ioctl.DMABase
+	if iova < ioctl.DMABase || off > uint64(len(d.b)) || uint64(n) > uint64(len(d.b))-off {
+		return nil
+	}
+	return d.b[off : off+uint64(n) : off+uint64(n)]
+}
+
+// authority lets controllers ask a member's leases about each command. Accesses in flight are kept here and reused, so that a
+// command allocates nothing.
+type authority struct {
+	leases *gpufile.Member
+	mu     sync.Mutex
+	free   *flight
+}
+
+type flight struct {
+	access gpufile.Access
+	next   *flight
+}
+
+func (a *authority) Authorize(write bool, driveIndex uint16, unit uint64, units uint32) (emu.Access, bool) {
+	access, ok := a.leases.Authorize(write, driveIndex, unit, units)
+	if !ok {
+		return emu.Access{}, false
+	}
+	a.mu.Lock()
+	f := a.free
+	if f == nil {
+		f = new(flight)
+	} else {
+		a.free = f.next
+	}
+	a.mu.Unlock()
+	f.access = access
+	return emu.Access{Slot: access.Slot, Ref: f}, true
+}
+
+func (a *authority) Complete(e emu.Access, ok bool) {
+	f, isFlight := e.Ref.(*flight)
+	if !isFlight {
+		return
+	}
+	a.leases.Complete(f.access, ok)
+	a.mu.Lock()
+	f.next, a.free = a.free, f
+	a.mu.Unlock()
+}
+
+// attachLane begins a lane on every drive. The caller holds setup.
+func (m *member) attachLane(i int) error {
+	l := &m.lanes[i]
+	l.queues = make([]*emu.Queue, len(m.c.drives))
+	for d := range m.c.drives {
+		b := m.block(i, d)
+		clear(b)
+		memory, err := nvme.MapQueue(b, int(m.depth))
+		if err == nil {
+			l.queues[d], err = m.c.drives[d].controller.Attach(
+				emu.QueueConfig{Memory: memory, DMA: m.dma, Authority: m.authority})
+		}
+		if err != nil {
+			return errors.Join(fmt.Errorf("daemon: lane %d: %w", i, err), l.quiesce(time.Now().Add(m.c.o.QuiesceTimeout)))
+		}
+		m.pollers[i%len(m.pollers)].Add(l.queues[d])
+	}
+	l.live = true
+	return nil
+}
+
+func (m *member) block(lane, d int) []byte {
+	n := nvme.QueueBytes(int(m.depth))
+	off := ioctl.SessionPageBytes + (lane*len(m.c.drives)+d)*n
+	return m.shared.queues[off : off+n : off+n]
+}
+
+// startPollers starts the threads that serve the member's queues. The caller holds setup.
+func (m *member) startPollers() error {
+	for range min(m.c.o.Pollers, len(m.lanes)) {
+		p, err := emu.NewPoller(emu.PollerConfig{Backend: m.c.o.Backend,
+			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)})
+		if err != nil {
+			return fmt.Errorf("daemon: poller: %w", err)
+		}
+		t := &poller{Poller: p, done: make(chan struct{})}
+		m.pollers = append(m.pollers, t)
+		go func() {
+			defer close(t.done)
+			t.Run()
+		}()
+	}
+	return nil
+}
+
+// setAck notes the map generation that the process says it uses.
+func (m *member) setAck(id extentmap.PoolID, generation uint64) { m.acks.Store(id, generation) }
