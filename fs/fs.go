@@ -1,4 +1,13 @@
-// Package fs is the FUSE tree: names, attributes, xattrs, ioctl dispatch. Management only. The only package that imports go-fuse, and the only one that knows errno.
+// Package fs is the FUSE tree: names, attributes, xattrs, ioctl dispatch. Management only. The only package that imports
+// go-fuse, and the only one that knows errno.
+//
+// The tree holds nothing per file: node ids are computed from (pool, slot, generation), listings stream by cookie, and
+// everything that is shown is asked of gpufile at that moment. What it does hold is bounded: open files, files being
+// copied in (writeBytesMax), and buffers of sequential readers (readBytesMax).
+//
+// Lock order: tree.mu (open nodes) and writes.mu (files being copied in) are leaves that are never held while gpufile,
+// a Payload or an Ioctler is called, with one exception: upload.mu is held while its file is stored, and is taken before
+// writes.mu.
 package fs
 
 import (
@@ -7,22 +16,29 @@ import (
 	"tuttifs/gpufile"
 )
 
-// Payload reads and writes whole objects for the mount's own readers and writers (cat, cp): implemented by the daemon over drives and checksums.
+// Payload reads and writes whole objects for the mount's own readers and writers (cat, cp): implemented by the daemon
+// over drives and checksums.
 type Payload interface {
-	// ReadObject fills buf (the object's payload length) with verified bytes; an error means damage or I/O failure, never wrong bytes.
-	// Trailers are read by the implementation; one reader of a whole file should keep the FileReader.
+	// OpenFile prepares reads of a file that the caller holds until the reader is closed. Trailers are read by the
+	// implementation; one reader of a whole file should keep the FileReader.
 	OpenFile(p *gpufile.Pool, info gpufile.FileInfo) (FileReader, error)
 	// CreateFile collects a whole file's objects for a reserved slot.
 	CreateFile(p *gpufile.Pool, grant gpufile.Grant) (FileWriter, error)
 }
 
-// FileReader verifies and returns objects of one pinned file; object numbers are geometry indices. Safe for concurrent use.
+// FileReader verifies and returns objects of one pinned file; object numbers are geometry indices. Safe for concurrent
+// use.
 type FileReader interface {
+	// ReadObject fills buf, whose length is the object's payload, with verified bytes. An error means damage or I/O
+	// failure, and then buf holds nothing of use: the caller hands on all of it or none. Whatever lies between buf's
+	// length and its capacity may be overwritten (a drive transfers whole units).
 	ReadObject(object uint16, buf []byte) error
+	// Checksum describes the file's sums as its trailers hold them: the algorithm's name and a hexadecimal digest.
+	Checksum() (string, error)
 	Close()
 }
 
-// FileWriter writes objects of one reserved slot; Finish writes the trailers.
+// FileWriter writes objects of one reserved slot; Finish writes the trailers. WriteObject is safe for concurrent use.
 type FileWriter interface {
 	WriteObject(object uint16, payload []byte) error
 	Finish() error
@@ -36,35 +52,30 @@ type StatusFile struct {
 	Content func() []byte
 }
 
-// Ioctler serves an ioctl of an open file of the mount (gpufile or .tuttifs/control or directory). opener identifies the open file handle; out is zeroed. It returns 0 or a positive errno number and the bytes of out that count (all).
-// Called with pid of the caller for process death watching.
+// Ioctler serves an ioctl of an open file of the mount (GPU file, .tuttifs/control or directory). The handle stands for
+// one open file; it is opened at the first ioctl. Out is zeroed. Ioctl returns 0 or a positive errno number; the bytes
+// of out reach the caller either way. pid is the calling thread's process, for watching its death.
 type Ioctler interface {
 	Open(pid uint32, uid, gid uint32, writable bool) (handle uint64)
 	Close(handle uint64)
 	Ioctl(handle uint64, pid uint32, cmd uint32, arg uint64, in, out []byte) (errno int32)
 }
 
-// Options of Mount.
+// UmaskNone asks for a umask of zero, which as a plain zero would mean the default.
+const UmaskNone = 0o10000
+
+// Options of Mount. Zero fields take the defaults named here.
 type Options struct {
-	Name                      string // source shown by df, e.g. the volume's label or UUID
-	ReadOnly                  bool
-	NoXattr                   bool
-	AllowOther                bool
-	UID, GID                  uint32 // owner of everything
-	Umask                     uint32 // 077 by default
+	Name       string // source shown by df, e.g. the volume's label or UUID; "tuttifs"
+	ReadOnly   bool
+	NoXattr    bool   // extended attributes are answered ENOSYS once, and the kernel never asks again
+	AllowOther bool   // users other than the one who mounted may enter; modes still apply
+	UID, GID   uint32 // owner of everything
+	Umask      uint32 // taken off 0666 and 0777; 0 means 077, UmaskNone means none
+	// EntryTimeout and AttrTimeout say how long the kernel may keep names and attributes: 1 s; negative means not at all.
 	EntryTimeout, AttrTimeout time.Duration
-	Debug                     bool
+	Debug                     bool // log every request
 	Status                    []StatusFile
-	Control                   Ioctler
-	Payload                   Payload
+	Control                   Ioctler // nil: every ioctl is ENOTTY
+	Payload                   Payload // nil: files can be listed but neither read nor stored (a volume without payloads)
 }
-
-// Server is a live mount.
-type Server struct{ _ int }
-
-// Mount mounts the store's tree and returns when it is usable.
-func Mount(dir string, s *gpufile.Store, o Options) (*Server, error) { panic("stub") }
-
-// Wait returns when the mount is gone. Unmount asks the kernel (EBUSY while files are open); lazy detaches.
-func (s *Server) Wait()                   { panic("stub") }
-func (s *Server) Unmount(lazy bool) error { panic("stub") }
