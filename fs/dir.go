@@ -139,7 +139,7 @@ func (s *dirStream) dots(n nodeID, off uint64) bool {
 	return true
 }
 
-// add appends an entry whose attributes are asked of the tree. Entries that are gone are passed over.
+// add appends an entry that is no stored file. Entries that are gone are passed over.
 func (s *dirStream) add(n nodeID, name string, mode uint32, off uint64) bool {
 	e := fuse.DirEntry{Name: name, Ino: uint64(n), Mode: mode, Off: off}
 	if !s.plus {
@@ -209,12 +209,18 @@ func (s *dirStream) shards() {
 // chain lists prefixes/<key>/. Files of the chain that were removed since the open are left out.
 func (s *dirStream) chain(chain []gpufile.Key) {
 	for i := int(s.out.Offset - offParent); i >= 0 && i < len(chain); i++ {
-		slot, generation, ok := s.p.Find(&chain[i])
-		if !ok {
+		var entry fuse.EntryOut
+		if s.t.lookupFile(s.p, kindLink, &chain[i], &entry) != fuse.OK {
 			continue
 		}
-		n := makeNode(kindLink, s.p.index, generation, slot)
-		if !s.add(n, linkName(i, &chain[i]), syscall.S_IFLNK, offParent+uint64(i)+1) {
+		e := fuse.DirEntry{Name: linkName(i, &chain[i]), Ino: entry.NodeId, Mode: syscall.S_IFLNK, Off: offParent + uint64(i) + 1}
+		if !s.plus {
+			if !s.out.AddDirEntry(e) {
+				return
+			}
+		} else if out := s.out.AddDirLookupEntry(e); out != nil {
+			*out = entry
+		} else {
 			return
 		}
 	}

@@ -70,7 +70,7 @@ func (n nodeID) dir() bool {
 	case kindFixed:
 		return n == nodeRoot || n == nodeStatus
 	case kindPool:
-		return n.slot() != poolIdentity
+		return n.slot() <= poolPrefixes || n.slot() >= poolShard && n.slot() < poolShard+256
 	}
 	return n.kind() == kindPrefix
 }

@@ -348,7 +348,7 @@ func (t *tree) GetAttr(_ <-chan struct{}, in *fuse.GetAttrIn, out *fuse.AttrOut)
 	return st
 }
 
-// entry fills in a lookup's answer from the node alone.
+// entry fills in a lookup's answer for a node that is no stored file.
 func (t *tree) entry(n nodeID, out *fuse.EntryOut) fuse.Status {
 	keep, st := t.attr(n, &out.Attr)
 	if st != fuse.OK {
