@@ -1,2 +1,217 @@
-// Package daemon is a running mount: volume, store, virtual controllers, sessions' shared memory, FUSE tree and metrics joined together.
+// Package daemon is a running mount: volume, store, virtual controllers, the sessions' shared memory, FUSE tree and metrics joined
+// together. It ends when the mount goes away or when its context does, and leaves a clean label in both cases.
 package daemon
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tuttifs/extentmap"
+	"tuttifs/fs"
+	"tuttifs/gpufile"
+)
+
+// Options of Run. Zero fields take defaults.
+type Options struct {
+	Paths             []string // drives of the volume; the others are found beside them
+	Dir               string   // mount point
+	Version           string   // of this program
+	ReadOnly          bool
+	Discard           *bool  // nil: on for block devices, off for files
+	CheckpointSeconds int    // 0: 30
+	Policy            string // "": lru
+	Pollers           int    // polling threads of a session; 0: 1
+	SocketDir         string // for engines' attachments; "": /run/tuttifs
+	MetricsAddress    string // "" for none
+	NoXattr           bool
+	AllowOther        bool
+	UID, GID          uint32
+	Umask             uint32
+	EntryTimeout      time.Duration
+	AttrTimeout       time.Duration
+	Log               *slog.Logger
+	// Ready is called once, when the mount is usable.
+	Ready func()
+}
+
+// Daemon is a mount and what it needs.
+type Daemon struct {
+	options Options
+	started time.Time
+	volume  *extentmap.Volume
+	store   *gpufile.Store
+	control *Control
+	server  *fs.Server
+	metrics *metricsServer
+}
+
+func (o *Options) fill() {
+	if o.Policy == "" {
+		o.Policy = "lru"
+	}
+	if o.Pollers == 0 {
+		o.Pollers = 1
+	}
+	if o.SocketDir == "" {
+		o.SocketDir = defaultSocketDir()
+	}
+	if o.CheckpointSeconds == 0 {
+		o.CheckpointSeconds = 30
+	}
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+}
+
+// CheckMountPoint explains why dir cannot be mounted on.
+func CheckMountPoint(dir string) error {
+	var st unix.Stat_t
+	switch err := unix.Stat(dir, &st); {
+	case errors.Is(err, unix.ENOTCONN):
+		return fmt.Errorf("%s is a mount whose daemon has died: 'umount -l %s' clears it", dir, dir)
+	case err != nil:
+		return fmt.Errorf("%s: %w", dir, err)
+	case st.Mode&unix.S_IFMT != unix.S_IFDIR:
+		return fmt.Errorf("%s is not a directory", dir)
+	}
+	return nil
+}
+
+// Run mounts and serves until ctx is done or the mount is gone, and then shuts down cleanly.
+func Run(ctx context.Context, o Options) (err error) {
+	o.fill()
+	d := &Daemon{options: o, started: time.Now()}
+	if err := CheckMountPoint(o.Dir); err != nil {
+		return err
+	}
+	// Whatever was opened is closed again, in the reverse order, however far it went.
+	defer func() { err = errors.Join(err, d.close()) }()
+	if err := d.open(); err != nil {
+		return err
+	}
+	if o.Ready != nil {
+		o.Ready()
+	}
+	o.Log.Info("mounted", "dir", o.Dir, "volume", FormatUUID(d.volume.Info().UUID))
+	gone := make(chan struct{})
+	go func() { d.server.Wait(); close(gone) }()
+	select {
+	case <-gone:
+		o.Log.Info("the mount is gone")
+	case <-ctx.Done():
+		o.Log.Info("asked to stop")
+		d.unmount(gone)
+	}
+	return nil
+}
+
+func (d *Daemon) open() (err error) {
+	o := &d.options
+	d.volume, err = extentmap.Open(o.Paths, extentmap.Options{
+		ReadOnly: o.ReadOnly, Discard: o.Discard, CheckpointSeconds: o.CheckpointSeconds,
+	})
+	if err != nil {
+		return err
+	}
+	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy}); err != nil {
+		return err
+	}
+	d.control, err = NewControl(d.store, ControlOptions{
+		SocketDir: o.SocketDir, Shared: o.AllowOther, Pollers: o.Pollers,
+		Logf: func(format string, args ...any) { o.Log.Info(fmt.Sprintf(format, args...)) },
+	})
+	if err != nil {
+		return err
+	}
+	if o.MetricsAddress != "" {
+		if d.metrics, err = serveMetrics(d, o.MetricsAddress); err != nil {
+			return err
+		}
+	}
+	info := d.volume.Info()
+	name := info.Label
+	if name == "" {
+		name = FormatUUID(info.UUID)
+	}
+	d.server, err = fs.Mount(o.Dir, d.store, fs.Options{
+		Name: name, ReadOnly: o.ReadOnly, NoXattr: o.NoXattr, AllowOther: o.AllowOther, UID: o.UID, GID: o.GID, Umask: o.Umask,
+		EntryTimeout: o.EntryTimeout, AttrTimeout: o.AttrTimeout, Status: d.statusFiles(), Control: d.control,
+	})
+	if err != nil {
+		return fmt.Errorf("mounting on %s: %w", o.Dir, err)
+	}
+	return nil
+}
+
+// Engines keep files of the mount open. When the daemon is told to stop, they are quiesced first, and the tree is detached if they do
+// not let go: the end of this process ends the connection.
+const (
+	unmountPatience = time.Second
+	unmountRetry    = 50 * time.Millisecond
+)
+
+func (d *Daemon) unmount(gone <-chan struct{}) {
+	log := d.options.Log
+	if err := d.control.Shutdown(); err != nil {
+		log.Error("stopping sessions", "error", err)
+	}
+	for deadline := time.Now().Add(unmountPatience); time.Now().Before(deadline); time.Sleep(unmountRetry) {
+		if d.server.Unmount(false) == nil {
+			<-gone
+			return
+		}
+	}
+	log.Warn("files of the mount are open: detaching it", "dir", d.options.Dir)
+	if err := d.server.Unmount(true); err != nil {
+		log.Error("detaching", "error", err)
+	}
+	select {
+	case <-gone:
+	case <-time.After(unmountPatience):
+	}
+}
+
+// close releases everything in the order that leaves nothing behind: no engine's command in flight, then no lease, then a clean label.
+func (d *Daemon) close() (err error) {
+	if d.metrics != nil {
+		err = errors.Join(err, d.metrics.close())
+	}
+	if d.control != nil {
+		err = errors.Join(err, d.control.Shutdown())
+	}
+	if d.store != nil {
+		d.store.Close()
+	}
+	if d.volume != nil {
+		err = errors.Join(err, d.volume.Close())
+	}
+	return err
+}
+
+// statusFiles are the generated files of /.tuttifs/.
+func (d *Daemon) statusFiles() []fs.StatusFile {
+	file := func(name string, document func() any) fs.StatusFile {
+		return fs.StatusFile{Name: name, Content: func() []byte {
+			b, err := json.MarshalIndent(document(), "", "  ")
+			if err != nil {
+				d.options.Log.Error("status file", "name", name, "error", err)
+			}
+			return append(b, '\n')
+		}}
+	}
+	return []fs.StatusFile{
+		file("version", d.versionDocument), file("volume", d.volumeDocument), file("drives", d.drivesDocument),
+		file("stats", func() any { return d.stats() }), file("sessions", d.sessionsDocument), file("options", d.optionsDocument),
+	}
+}
+
+// FormatUUID writes the usual 36 characters.
+func FormatUUID(id [16]byte) string {
+	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
+}

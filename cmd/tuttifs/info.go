@@ -3,9 +3,151 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
+	"strings"
+
+	"tuttifs/daemon"
+	"tuttifs/drive"
+	"tuttifs/extentmap"
 )
 
+type infoOptions struct{ json bool }
+
 func newInfo() *command {
-	return &command{name: "info", synopsis: "", summary: "", exits: &plainExits, flags: newFlags("info"),
-		run: func(context.Context, *env, []string) error { return errors.New("not in this build") }}
+	o := &infoOptions{}
+	f := newFlags("info")
+	f.BoolVar(&o.json, "json", false, "print as JSON")
+	return &command{
+		name: "info", synopsis: "[FLAGS] MOUNT | DRIVE...", summary: "show a volume: geometry, drives, pools, space", exits: &plainExits, flags: f,
+		long: `
+Describes the volume that is mounted on a directory, or that a drive is a member of. A volume that is not mounted is opened
+read-only; nothing is written.`,
+		example: `
+tuttifs info /mnt/kv
+tuttifs info --json /dev/nvme1n1`,
+		run: o.run,
+	}
+}
+
+// infoDocument joins what the status files of a mount say.
+type infoDocument struct {
+	daemon.VolumeDocument
+	Mount  string                      `json:"mount,omitempty"`
+	Drives []daemon.DriveDocument      `json:"drives"`
+	Space  daemon.SpaceStats           `json:"space"`
+	Stats  map[string]daemon.PoolStats `json:"pool_stats"`
+}
+
+func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
+	if len(args) == 0 {
+		return usagef("name a mount point or drives")
+	}
+	var doc *infoDocument
+	var err error
+	if len(args) == 1 && isMount(args[0]) {
+		doc, err = mountInfo(args[0])
+	} else {
+		doc, err = driveInfo(args)
+	}
+	if err != nil {
+		return err
+	}
+	if o.json {
+		return printJSON(e.stdout, doc)
+	}
+	doc.print(e)
+	return nil
+}
+
+func mountInfo(dir string) (*infoDocument, error) {
+	doc := &infoDocument{Mount: dir}
+	var drives daemon.DrivesDocument
+	var stats daemon.StatsDocument
+	for name, v := range map[string]any{"volume": &doc.VolumeDocument, "drives": &drives, "stats": &stats} {
+		if err := readStatus(dir, name, v); err != nil {
+			return nil, err
+		}
+	}
+	doc.Drives, doc.Space, doc.Stats = drives.Drives, stats.Space, stats.Pools
+	return doc, nil
+}
+
+// driveInfo opens a volume that is not mounted.
+func driveInfo(paths []string) (doc *infoDocument, err error) {
+	v, err := extentmap.Open(paths, extentmap.Options{ReadOnly: true})
+	if errors.Is(err, drive.ErrBusy) || errors.Is(err, extentmap.ErrBusy) {
+		return nil, fmt.Errorf("the volume is in use: ask its mount point instead: %w", err)
+	}
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, v.Close()) }()
+	info := v.Info()
+	doc = &infoDocument{VolumeDocument: *daemon.NewVolumeDocument(v), Drives: daemon.NewDriveDocuments(info.Drives),
+		Stats: map[string]daemon.PoolStats{}}
+	space := &doc.Space
+	space.TotalBytes = info.TotalBytes
+	for _, p := range v.Pools() {
+		_, _, used := p.Counts()
+		bytes := uint64(used) * p.SlotBytes()
+		doc.Stats[p.Spec().Name] = daemon.PoolStats{Files: uint64(used), SlotsUsed: uint64(used), BytesUsed: bytes}
+		space.UsedBytes += bytes
+		space.Files += uint64(used)
+	}
+	space.FreeBytes = space.TotalBytes - min(space.UsedBytes, space.TotalBytes)
+	space.AvailableBytes = space.FreeBytes
+	return doc, nil
+}
+
+func (d *infoDocument) print(e *env) {
+	w := table(e.stdout)
+	row := func(name, format string, args ...any) { fmt.Fprintf(w, "%s\t%s\n", name, fmt.Sprintf(format, args...)) }
+	row("volume", "%s", d.UUID)
+	row("label", "%s", orDash(d.Label))
+	if d.Mount != "" {
+		row("mounted on", "%s", d.Mount)
+	}
+	var marks []string
+	if d.ReadOnly {
+		marks = append(marks, "read-only")
+	}
+	if d.Draft {
+		marks = append(marks, "draft format")
+	}
+	row("state", "%s", orDash(strings.Join(marks, ", ")))
+	row("epoch", "%d", d.Epoch)
+	row("rows", "over %d drives, segments of %s", d.Width, humanBytes(d.SegmentBytes))
+	row("journal", "%s, %s in use", humanBytes(d.JournalBytes), humanBytes(d.JournalUsedBytes))
+	row("space", "%s, of which %s used by %d files", humanBytes(d.Space.TotalBytes), humanBytes(d.Space.UsedBytes), d.Space.Files)
+	w.Flush()
+	e.printf("\n")
+	fmt.Fprintf(w, "DRIVE\tNAME\tKIND\tSIZE\tBLOCKS\tI/O\tFREE\tERRORS\n")
+	for _, dr := range d.Drives {
+		mode := "buffered"
+		if dr.Direct {
+			mode = "direct"
+		}
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%s\t%.0f%%\t%d\n", dr.Index, dr.Name, dr.Kind, humanBytes(dr.Bytes), dr.LBABytes, mode,
+			100*ratio(uint64(dr.FreeSegments), uint64(dr.Segments)), dr.ReadErrors+dr.WriteErrors)
+	}
+	w.Flush()
+	if len(d.Pools) == 0 {
+		e.printf("\nno pools yet: engines make them\n")
+		return
+	}
+	e.printf("\n")
+	fmt.Fprintf(w, "POOL\tFILES\tUSED\tFILE\tTOKENS\tOBJECTS\tRANKS\tROWS\n")
+	for _, p := range d.Pools {
+		s := d.Stats[p.Name]
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\n", p.Name, s.Files, humanBytes(s.BytesUsed), humanBytes(uint64(p.FileBytes)),
+			p.TokensPerFile, p.Objects, p.Ranks, p.Rows)
+	}
+	w.Flush()
+}
+
+func orDash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return s
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 	"strings"
 
+	"tuttifs/daemon"
 	"tuttifs/drive"
 	"tuttifs/extentmap"
 )
@@ -147,62 +148,22 @@ func parseUUID(text string) (id [16]byte, err error) {
 	return [16]byte(b), nil
 }
 
-func formatUUID(id [16]byte) string {
-	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
-}
-
 type planDocument struct {
-	OutputVersion int         `json:"output_version"`
-	DryRun        bool        `json:"dry_run"`
-	UUID          string      `json:"uuid"`
-	Label         string      `json:"label"`
-	Width         int         `json:"width"`
-	SegmentBytes  uint64      `json:"segment_bytes"`
-	JournalBytes  uint64      `json:"journal_bytes"`
-	MetadataBytes uint64      `json:"metadata_bytes_per_drive"`
-	UsableBytes   uint64      `json:"usable_bytes"`
-	Drives        []driveJSON `json:"drives"`
-}
-
-type driveJSON struct {
-	Index        uint16 `json:"index"`
-	UUID         string `json:"uuid"`
-	Name         string `json:"name"`
-	Kind         string `json:"kind"`
-	Bytes        uint64 `json:"bytes"`
-	LBABytes     int    `json:"lba_bytes"`
-	Direct       bool   `json:"direct"`
-	Metadata     bool   `json:"metadata"`
-	Segments     uint32 `json:"segments"`
-	FreeSegments uint32 `json:"free_segments"`
-	ReadErrors   uint64 `json:"read_errors"`
-	WriteErrors  uint64 `json:"write_errors"`
-}
-
-func driveDocuments(drives []extentmap.DriveInfo) []driveJSON {
-	out := make([]driveJSON, 0, len(drives))
-	for _, d := range drives {
-		out = append(out, driveJSON{d.Index, formatUUID(d.UUID), d.Name, kindName(d.Kind), d.Bytes, d.LBABytes, d.Direct, d.Metadata,
-			d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors})
-	}
-	return out
-}
-
-func kindName(k drive.Kind) string {
-	switch k {
-	case drive.File:
-		return "file"
-	case drive.Block:
-		return "block"
-	case drive.Memory:
-		return "memory"
-	}
-	return "unknown"
+	OutputVersion int                    `json:"output_version"`
+	DryRun        bool                   `json:"dry_run"`
+	UUID          string                 `json:"uuid"`
+	Label         string                 `json:"label"`
+	Width         int                    `json:"width"`
+	SegmentBytes  uint64                 `json:"segment_bytes"`
+	JournalBytes  uint64                 `json:"journal_bytes"`
+	MetadataBytes uint64                 `json:"metadata_bytes_per_drive"`
+	UsableBytes   uint64                 `json:"usable_bytes"`
+	Drives        []daemon.DriveDocument `json:"drives"`
 }
 
 func planJSON(p *extentmap.FormatPlan, dryRun bool) planDocument {
-	return planDocument{outputVersion, dryRun, formatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes, p.JournalBytes, p.MetadataBytes,
-		p.UsableBytes, driveDocuments(p.Drives)}
+	return planDocument{outputVersion, dryRun, daemon.FormatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes, p.JournalBytes, p.MetadataBytes,
+		p.UsableBytes, daemon.NewDriveDocuments(p.Drives)}
 }
 
 func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {
@@ -211,15 +172,15 @@ func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {
 	if label == "" {
 		label = "-"
 	}
-	fmt.Fprintf(w, "volume\t%s\n", formatUUID(p.UUID))
+	fmt.Fprintf(w, "volume\t%s\n", daemon.FormatUUID(p.UUID))
 	fmt.Fprintf(w, "label\t%s\n", label)
 	fmt.Fprintf(w, "drives\t%d, rows over %d\n", len(p.Drives), p.Width)
 	fmt.Fprintf(w, "segment\t%s\n", humanBytes(p.SegmentBytes))
 	fmt.Fprintf(w, "journal\t%s\n", humanBytes(p.JournalBytes))
 	fmt.Fprintf(w, "metadata\t%s a drive\n", humanBytes(p.MetadataBytes))
 	fmt.Fprintf(w, "usable\t%s\n", humanBytes(p.UsableBytes))
-	for _, d := range p.Drives {
-		fmt.Fprintf(w, "drive %d\t%s\t%s\t%s\t%d-byte blocks\n", d.Index, d.Name, kindName(d.Kind), humanBytes(d.Bytes), d.LBABytes)
+	for _, d := range daemon.NewDriveDocuments(p.Drives) {
+		fmt.Fprintf(w, "drive %d\t%s, %s, %s, %d-byte blocks\n", d.Index, d.Name, d.Kind, humanBytes(d.Bytes), d.LBABytes)
 	}
 	w.Flush()
 	if dryRun {

@@ -3,9 +3,232 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"log/syslog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"tuttifs/daemon"
 )
 
+type mountOptions struct {
+	options    []string
+	metrics    string
+	log        string
+	foreground bool
+	sloppy     bool
+	fake       bool
+	verbose    bool
+	fsType     string
+	namespace  string
+	ignored    bool
+}
+
+// readyFdVariable names the pipe on which the daemon tells its parent that the mount is usable.
+const readyFdVariable = "TUTTIFS_READY_FD"
+
 func newMount() *command {
-	return &command{name: "mount", synopsis: "", summary: "", exits: &mountExits, flags: newFlags("mount"),
-		run: func(context.Context, *env, []string) error { return errors.New("not in this build") }}
+	o := &mountOptions{}
+	f := newFlags("mount")
+	f.StringArrayVarP(&o.options, "options", "o", nil, "mount options, comma-separated (see below)")
+	f.StringVar(&o.metrics, "metrics", "", "serve Prometheus metrics on this address, e.g. 127.0.0.1:9464 (nothing listens by default)")
+	f.StringVar(&o.log, "log", "", "append the daemon's log to this file (default: syslog; standard error with --foreground)")
+	f.BoolVar(&o.foreground, "foreground", false, "do not become a daemon")
+	f.BoolVarP(&o.sloppy, "sloppy", "s", false, "ignore unknown mount options")
+	f.BoolVarP(&o.fake, "fake", "f", false, "check everything but do not mount")
+	f.BoolVarP(&o.verbose, "verbose", "v", false, "log more")
+	f.StringVarP(&o.fsType, "types", "t", "", "for mount(8): fuse.tuttifs or tuttifs")
+	f.StringVarP(&o.namespace, "namespace", "N", "", "for mount(8): mount namespaces are entered before the helper is called")
+	f.BoolVarP(&o.ignored, "no-mtab", "n", false, "for mount(8): there is no mtab")
+	return &command{
+		name: "mount", synopsis: "[FLAGS] SPEC... DIR", summary: "mount a volume", exits: &mountExits, flags: f,
+		long: `
+Mounts the volume that SPEC names on DIR and returns when it is usable; the daemon goes on in the background until the mount is
+gone or it gets SIGTERM. SPEC is a drive of the volume, UUID=..., LABEL=..., or none with -o volume=LABEL; the volume's other
+drives are found in the same directory, or name them all.
+
+OPTIONS (-o)
+` + mountOptionsHelp(),
+		example: `
+tuttifs mount /dev/nvme1n1 /mnt/kv -o allow_other,policy=s3fifo --metrics 127.0.0.1:9464
+# in /etc/fstab:
+none /mnt/kv fuse.tuttifs volume=kv0,nofail 0 0`,
+		run: o.run,
+	}
+}
+
+func (o *mountOptions) run(ctx context.Context, e *env, args []string) error {
+	if len(args) < 2 {
+		return usagef("name a drive (or UUID=, LABEL=, none) and a directory")
+	}
+	if o.fsType != "" && o.fsType != "tuttifs" && o.fsType != fsType {
+		return usagef("type %q is not tuttifs", o.fsType)
+	}
+	s := newMountSettings()
+	if err := s.parse(o.options, o.sloppy); err != nil {
+		return err
+	}
+	specs, dir := args[:len(args)-1], args[len(args)-1]
+	if err := daemon.CheckMountPoint(dir); err != nil {
+		return err
+	}
+	paths, err := s.resolve(specs)
+	if err != nil {
+		return err
+	}
+	do := &s.daemon
+	if do.Dir, err = filepath.Abs(dir); err != nil {
+		return err
+	}
+	if do.Dir, err = filepath.EvalSymlinks(do.Dir); err != nil {
+		return err
+	}
+	for _, p := range paths {
+		abs, err := filepath.Abs(p)
+		if err != nil {
+			return err
+		}
+		do.Paths = append(do.Paths, abs)
+	}
+	do.Version, do.MetricsAddress = version, o.metrics
+	switch {
+	case o.fake:
+		return nil
+	case os.Getenv(readyFdVariable) != "":
+		return o.serveDetached(ctx, e, *do)
+	case o.foreground:
+		return o.serve(ctx, e, *do)
+	}
+	return detach(ctx, e)
+}
+
+// serve runs the daemon in this process, on this terminal.
+func (o *mountOptions) serve(ctx context.Context, e *env, do daemon.Options) error {
+	logger, closeLog, err := o.logger(e.stderr)
+	if err != nil {
+		return err
+	}
+	defer closeLog()
+	do.Log = logger
+	return daemon.Run(ctx, do)
+}
+
+// serveDetached is the child: standard error is the parent's until the mount is usable, and nothing after that.
+func (o *mountOptions) serveDetached(ctx context.Context, e *env, do daemon.Options) error {
+	var fd int
+	if _, err := fmt.Sscan(os.Getenv(readyFdVariable), &fd); err != nil {
+		return usagef("%s is not a descriptor", readyFdVariable)
+	}
+	os.Unsetenv(readyFdVariable)
+	unix.CloseOnExec(fd)
+	ready := os.NewFile(uintptr(fd), "ready")
+	defer ready.Close()
+	logger, closeLog, err := o.logger(nil)
+	if err != nil {
+		return err
+	}
+	defer closeLog()
+	do.Log = logger
+	served := false
+	do.Ready = func() {
+		served = true
+		if err := leaveTerminal(); err != nil {
+			logger.Error("leaving the terminal", "error", err)
+		}
+		if _, err := ready.WriteString("mounted\n"); err != nil {
+			logger.Warn("nobody waited for the mount", "error", err)
+		}
+		ready.Close()
+	}
+	err = daemon.Run(ctx, do)
+	if err != nil && served {
+		logger.Error("unmounted with errors", "error", err)
+	}
+	return err
+}
+
+// leaveTerminal lets go of the directory, the terminal and the parent's pipes.
+func leaveTerminal() error {
+	null, err := os.OpenFile(os.DevNull, os.O_RDWR, 0)
+	if err != nil {
+		return err
+	}
+	defer null.Close()
+	for fd := range 3 {
+		if err := unix.Dup3(int(null.Fd()), fd, 0); err != nil {
+			return err
+		}
+	}
+	return os.Chdir("/")
+}
+
+// logger writes to the log file if one is named, else to w, else to syslog.
+func (o *mountOptions) logger(w io.Writer) (*slog.Logger, func(), error) {
+	level := slog.LevelInfo
+	if o.verbose {
+		level = slog.LevelDebug
+	}
+	var closer io.Closer = io.NopCloser(nil)
+	switch {
+	case o.log != "":
+		f, err := os.OpenFile(o.log, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o640)
+		if err != nil {
+			return nil, nil, err
+		}
+		w, closer = f, f
+	case w == nil:
+		s, err := syslog.New(syslog.LOG_DAEMON|syslog.LOG_INFO, "tuttifs")
+		if err != nil { // no syslog here, as in most containers: --log is for those
+			w = io.Discard
+			break
+		}
+		w, closer = s, s
+	}
+	return slog.New(slog.NewTextHandler(w, &slog.HandlerOptions{Level: level})), func() { closer.Close() }, nil
+}
+
+// detach starts this program again as the daemon, in a session of its own, and waits until it serves or has failed.
+// A Go process cannot fork; starting itself with a pipe is the way that works for a static binary.
+func detach(ctx context.Context, e *env) error {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return systemError{err}
+	}
+	defer r.Close()
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Args = slices.Clone(os.Args)
+	cmd.Env = append(os.Environ(), readyFdVariable+"=3")
+	cmd.Stderr, cmd.ExtraFiles = os.Stderr, []*os.File{w}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	err = cmd.Start()
+	w.Close()
+	if err != nil {
+		return systemError{fmt.Errorf("starting the daemon: %w", err)}
+	}
+	stop := context.AfterFunc(ctx, func() { cmd.Process.Signal(syscall.SIGTERM) })
+	defer stop()
+	if line, _ := io.ReadAll(r); strings.HasPrefix(string(line), "mounted") {
+		return cmd.Process.Release()
+	}
+	err = cmd.Wait()
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	var exit *exec.ExitError
+	if errors.As(err, &exit) && exit.Exited() {
+		return exitStatus(exit.ExitCode()) // it has said why
+	}
+	if err == nil {
+		return &panicError{"the daemon ended before the mount was usable", debug.Stack()}
+	}
+	return systemError{fmt.Errorf("the daemon: %w", err)}
 }

@@ -3,9 +3,139 @@ package main
 import (
 	"context"
 	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tuttifs/daemon"
 )
 
+type umountOptions struct{ lazy bool }
+
+// daemonExitMax bounds the wait for the daemon of an unmounted volume.
+const daemonExitMax = time.Minute
+
 func newUmount() *command {
-	return &command{name: "umount", synopsis: "", summary: "", exits: &plainExits, flags: newFlags("umount"),
-		run: func(context.Context, *env, []string) error { return errors.New("not in this build") }}
+	o := &umountOptions{}
+	f := newFlags("umount")
+	f.BoolVarP(&o.lazy, "lazy", "l", false, "detach now, even if it is busy or its daemon is dead; the daemon ends when the last file is closed")
+	return &command{
+		name: "umount", synopsis: "[FLAGS] DIR", summary: "unmount, and wait until the drives are released", exits: &plainExits, flags: f,
+		long: `
+Unmounts DIR and returns when the daemon has written a clean label and released the drives, so that the volume can be checked or
+mounted again at once. Plain umount(8) works too; it does not wait for the daemon. When the mount is busy, its users are named.`,
+		example: `tuttifs umount /mnt/kv`,
+		run:     o.run,
+	}
+}
+
+func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
+	if len(args) != 1 {
+		return usagef("name one mount point")
+	}
+	entry, ok := findMount(args[0])
+	if !ok {
+		return fmt.Errorf("%s is not a tuttifs mount", args[0])
+	}
+	pid := -1
+	if !o.lazy {
+		pid = openDaemon(entry.dir)
+		defer unix.Close(pid)
+	}
+	flags := unix.UMOUNT_NOFOLLOW
+	if o.lazy {
+		flags |= unix.MNT_DETACH
+	}
+	switch err := unix.Unmount(entry.dir, flags); {
+	case errors.Is(err, unix.EBUSY):
+		return busyError(entry.dir)
+	case err != nil:
+		return fmt.Errorf("unmounting %s: %w", entry.dir, err)
+	}
+	if pid < 0 {
+		return nil
+	}
+	return waitDaemon(ctx, pid)
+}
+
+// openDaemon returns a pidfd of the daemon behind a mount, -1 if it is dead.
+func openDaemon(dir string) int {
+	var v daemon.VersionDocument
+	if err := readStatus(dir, "version", &v); err != nil || v.PID <= 0 {
+		return -1
+	}
+	fd, err := unix.PidfdOpen(v.PID, 0)
+	if err != nil {
+		return -1
+	}
+	return fd
+}
+
+func waitDaemon(ctx context.Context, pidfd int) error {
+	for deadline := time.Now().Add(daemonExitMax); time.Now().Before(deadline); {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(pidfd), Events: unix.POLLIN}}, 100)
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return err
+		}
+		if n > 0 {
+			return nil
+		}
+	}
+	return fmt.Errorf("unmounted, but the daemon is still busy after %v: see its log", daemonExitMax)
+}
+
+// busyError names the processes that hold files below dir.
+func busyError(dir string) error {
+	users := mountUsers(dir)
+	if len(users) == 0 {
+		return fmt.Errorf("%s is busy: another mount namespace or a nested mount holds it; 'tuttifs umount -l' detaches it", dir)
+	}
+	return fmt.Errorf("%s is busy: %s; close these or use 'tuttifs umount -l'", dir, strings.Join(users, ", "))
+}
+
+// mountUsers lists processes with a file, directory or mapping of the mount, as "NAME (pid N)".
+func mountUsers(dir string) (users []string) {
+	prefix := strings.TrimSuffix(dir, "/") + "/"
+	inside := func(link string) bool {
+		target, err := os.Readlink(link)
+		return err == nil && (target == dir || strings.HasPrefix(target, prefix))
+	}
+	procs, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil
+	}
+	for _, p := range procs {
+		pid, err := strconv.Atoi(p.Name())
+		if err != nil || pid == os.Getpid() {
+			continue
+		}
+		base := filepath.Join("/proc", p.Name())
+		if inside(base+"/cwd") || inside(base+"/root") || inside(base+"/exe") || anyInside(base+"/fd", inside) ||
+			anyInside(base+"/map_files", inside) {
+			name, _ := os.ReadFile(base + "/comm")
+			users = append(users, fmt.Sprintf("%s (pid %d)", strings.TrimSpace(string(name)), pid))
+		}
+	}
+	return users
+}
+
+func anyInside(dir string, inside func(string) bool) bool {
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return false
+	}
+	for _, e := range entries {
+		if inside(filepath.Join(dir, e.Name())) {
+			return true
+		}
+	}
+	return false
 }

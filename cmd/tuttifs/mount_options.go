@@ -1,0 +1,177 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"tuttifs/daemon"
+)
+
+// mountSettings are the mount options, decoded.
+type mountSettings struct {
+	daemon daemon.Options
+	volume string   // label or UUID
+	search []string // directories where volumes named by label or UUID are looked for, besides block devices
+}
+
+// searchDir is where drive files of volumes are looked for by label unless -o search= names other directories.
+const searchDir = "/var/lib/tuttifs"
+
+func newMountSettings() *mountSettings {
+	return &mountSettings{daemon: daemon.Options{UID: uint32(os.Getuid()), GID: uint32(os.Getgid()), Umask: 0o077,
+		EntryTimeout: time.Second, AttrTimeout: time.Second}}
+}
+
+// mountOption is one -o option. With a value, set gets it; without, "".
+type mountOption struct {
+	name, value, help string
+	set               func(s *mountSettings, value string) error
+}
+
+// mountOptionTable is what -o understands.
+var mountOptionTable = []mountOption{
+	{"ro", "", "read-only: nothing is written to the drives", func(s *mountSettings, _ string) error {
+		s.daemon.ReadOnly = true
+		return nil
+	}},
+	{"rw", "", "read-write (default)", func(s *mountSettings, _ string) error {
+		s.daemon.ReadOnly = false
+		return nil
+	}},
+	{"volume", "LABEL|UUID", "the volume, when SPEC is none", func(s *mountSettings, v string) error {
+		s.volume = v
+		return nil
+	}},
+	{"search", "DIR", "look for drive files in DIR too; may be repeated (default " + searchDir + ")", func(s *mountSettings, v string) error {
+		s.search = append(s.search, v)
+		return nil
+	}},
+	{"noxattr", "", "no extended attributes: faster for those who list millions of files", func(s *mountSettings, _ string) error {
+		s.daemon.NoXattr = true
+		return nil
+	}},
+	{"allow_other", "", "other users may use the mount, within the permissions", func(s *mountSettings, _ string) error {
+		s.daemon.AllowOther = true
+		return nil
+	}},
+	{"uid", "N", "owner of everything (default: the caller)", func(s *mountSettings, v string) error {
+		return parseNumber(v, 10, math.MaxUint32, &s.daemon.UID)
+	}},
+	{"gid", "N", "group of everything (default: the caller's)", func(s *mountSettings, v string) error {
+		return parseNumber(v, 10, math.MaxUint32, &s.daemon.GID)
+	}},
+	{"umask", "OCTAL", "permissions that nobody has (default 077)", func(s *mountSettings, v string) error {
+		return parseNumber(v, 8, 0o777, &s.daemon.Umask)
+	}},
+	{"discard", "", "tell drives which blocks are free (default for block devices)", func(s *mountSettings, _ string) error {
+		s.daemon.Discard = new(bool)
+		*s.daemon.Discard = true
+		return nil
+	}},
+	{"nodiscard", "", "do not (default for files)", func(s *mountSettings, _ string) error {
+		s.daemon.Discard = new(bool)
+		return nil
+	}},
+	{"policy", "lru|sieve|s3fifo", "what is evicted first (default lru)", func(s *mountSettings, v string) error {
+		if v != "lru" && v != "sieve" && v != "s3fifo" {
+			return errors.New("one of lru, sieve, s3fifo")
+		}
+		s.daemon.Policy = v
+		return nil
+	}},
+	{"pollers", "N", "polling threads of a session (default 1)", func(s *mountSettings, v string) error {
+		return parsePositive(v, 64, &s.daemon.Pollers)
+	}},
+	{"sockets", "DIR", "where engines attach (default /run/tuttifs)", func(s *mountSettings, v string) error {
+		s.daemon.SocketDir = v
+		return nil
+	}},
+	{"checkpoint", "SECONDS", "time between checkpoints (default 30)", func(s *mountSettings, v string) error {
+		return parsePositive(v, 86400, &s.daemon.CheckpointSeconds)
+	}},
+	{"timeout", "SECONDS", "how long the kernel may keep names and attributes (default 1)", func(s *mountSettings, v string) error {
+		f, err := strconv.ParseFloat(v, 64)
+		if err != nil || !(f >= 0 && f <= 86400) {
+			return errors.New("seconds from 0 to 86400")
+		}
+		s.daemon.EntryTimeout = time.Duration(f * float64(time.Second))
+		s.daemon.AttrTimeout = s.daemon.EntryTimeout
+		return nil
+	}},
+}
+
+// toleratedOptions are passed on by mount(8), libmount or systemd and mean nothing to a filesystem, or are true of this one anyway.
+// A boot must not fail over them.
+var toleratedOptions = map[string]bool{
+	"user": true, "nouser": true, "users": true, "owner": true, "group": true, "auto": true, "noauto": true, "nofail": true,
+	"_netdev": true, "defaults": true, "dev": true, "nodev": true, "suid": true, "nosuid": true, "exec": true, "noexec": true,
+	"sync": true, "async": true, "dirsync": true, "atime": true, "noatime": true, "diratime": true, "nodiratime": true,
+	"relatime": true, "norelatime": true, "strictatime": true, "nostrictatime": true, "lazytime": true, "nolazytime": true,
+	"default_permissions": true, "nonempty": true, "silent": true, "loud": true, "iversion": true, "noiversion": true, "mand": true,
+	"nomand": true, "fsname": true, "subtype": true,
+}
+
+func mountOptionsHelp() string {
+	var b strings.Builder
+	for _, o := range mountOptionTable {
+		name := o.name
+		if o.value != "" {
+			name += "=" + o.value
+		}
+		fmt.Fprintf(&b, "  %-24s %s\n", name, o.help)
+	}
+	b.WriteString("Options that mount(8) hands on (nofail, _netdev, noatime, x-...) are accepted. Others are an error unless -s is given.")
+	return b.String()
+}
+
+// parse decodes all -o lists. It reports every unknown or malformed option.
+func (s *mountSettings) parse(lists []string, sloppy bool) error {
+	known := map[string]*mountOption{}
+	for i := range mountOptionTable {
+		known[mountOptionTable[i].name] = &mountOptionTable[i]
+	}
+	var problems []string
+	for _, word := range strings.Split(strings.Join(lists, ","), ",") {
+		name, value, hasValue := strings.Cut(word, "=")
+		o := known[name]
+		switch {
+		case word == "" || toleratedOptions[name] || strings.HasPrefix(name, "x-") || strings.HasPrefix(name, "X-"):
+		case o == nil && sloppy:
+		case o == nil:
+			problems = append(problems, fmt.Sprintf("unknown mount option %q", word))
+		case (o.value != "") != hasValue || hasValue && value == "":
+			problems = append(problems, fmt.Sprintf("mount option %q: write %s", word, strings.TrimSuffix(o.name+"="+o.value, "=")))
+		default:
+			if err := o.set(s, value); err != nil {
+				problems = append(problems, fmt.Sprintf("mount option %q: %v", word, err))
+			}
+		}
+	}
+	if len(problems) > 0 {
+		return usagef("%s", strings.Join(problems, "; "))
+	}
+	return nil
+}
+
+func parseNumber(text string, base int, most uint64, to *uint32) error {
+	n, err := strconv.ParseUint(text, base, 32)
+	if err != nil || n > most {
+		return fmt.Errorf("a number of base %d from 0 to %s", base, strconv.FormatUint(most, base))
+	}
+	*to = uint32(n)
+	return nil
+}
+
+func parsePositive(text string, most int, to *int) error {
+	n, err := strconv.Atoi(text)
+	if err != nil || n < 1 || n > most {
+		return fmt.Errorf("a number from 1 to %d", most)
+	}
+	*to = n
+	return nil
+}

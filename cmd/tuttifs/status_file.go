@@ -1,0 +1,38 @@
+package main
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sys/unix"
+)
+
+// readStatus decodes one of the status files of a mount.
+func readStatus(dir, name string, v any) error {
+	b, err := os.ReadFile(filepath.Join(dir, ".tuttifs", name))
+	switch {
+	case errors.Is(err, unix.ENOTCONN):
+		return fmt.Errorf("%s: the daemon of this mount has died: 'umount -l %s' clears it", dir, dir)
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
+		return fmt.Errorf("%s is not a tuttifs mount: %w", dir, err)
+	case err != nil:
+		return err
+	}
+	if err := json.Unmarshal(b, v); err != nil {
+		return fmt.Errorf("%s: status file %s: %w", dir, name, err)
+	}
+	return nil
+}
+
+// isMount says whether path is the root of a tuttifs mount, dead or alive.
+func isMount(path string) bool {
+	if _, ok := findMount(path); ok {
+		return true
+	}
+	_, err := os.Stat(filepath.Join(path, ".tuttifs", "version"))
+	return err == nil
+}

@@ -1,0 +1,200 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"strconv"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"tuttifs/nvme/emu"
+)
+
+// stats takes a snapshot of all counters: the status file and Prometheus show the same.
+func (d *Daemon) stats() *StatsDocument {
+	doc := &StatsDocument{
+		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{}, Drives: map[string]IOStats{},
+	}
+	for _, p := range d.store.Pools() {
+		s := newPoolStats(p.Stats())
+		doc.Pools[p.Name()] = s
+		doc.Total.add(&s)
+	}
+	for index, c := range d.control.Controllers() {
+		s := newIOStats(c.Stats())
+		doc.Drives[strconv.Itoa(int(index))] = s
+		doc.IO.add(&s)
+	}
+	doc.Space = SpaceStats(d.store.Space())
+	doc.Sessions = uint64(len(d.store.Sessions()))
+	info := d.volume.Info()
+	for i := range info.Drives {
+		doc.ReadErrors += info.Drives[i].ReadErrors
+		doc.WriteErrors += info.Drives[i].WriteErrors
+	}
+	doc.Transactions, doc.Checkpoints, doc.JournalUsed = info.Transactions, info.Checkpoints, info.JournalUsedBytes
+	return doc
+}
+
+func newIOStats(s emu.Stats) IOStats {
+	return IOStats{s.Reads, s.Writes, s.Flushes, s.BytesRead, s.BytesWritten, s.Errors, s.Refused, s.QueuesKilled,
+		float64(s.BusyNanoseconds) / 1e9}
+}
+
+// metric is one value of a T in Prometheus.
+type metric[T any] struct {
+	name, help string
+	kind       prometheus.ValueType
+	value      func(*T) float64
+}
+
+func counter[T any](name, help string, value func(*T) uint64) metric[T] {
+	return metric[T]{name, help, prometheus.CounterValue, func(t *T) float64 { return float64(value(t)) }}
+}
+
+func gauge[T any](name, help string, value func(*T) uint64) metric[T] {
+	return metric[T]{name, help, prometheus.GaugeValue, func(t *T) float64 { return float64(value(t)) }}
+}
+
+var poolMetrics = []metric[PoolStats]{
+	counter("lookups_total", "Blocks asked of pin: hits and misses.", func(s *PoolStats) uint64 { return s.Lookups }),
+	counter("hits_total", "Blocks that were there.", func(s *PoolStats) uint64 { return s.Hits }),
+	counter("misses_total", "Blocks that were not there.", func(s *PoolStats) uint64 { return s.Misses }),
+	counter("reserved_total", "Files reserved.", func(s *PoolStats) uint64 { return s.Reserved }),
+	counter("committed_total", "Files committed.", func(s *PoolStats) uint64 { return s.Committed }),
+	counter("aborted_total", "Reservations aborted.", func(s *PoolStats) uint64 { return s.Aborted }),
+	counter("evicted_total", "Files evicted for room.", func(s *PoolStats) uint64 { return s.Evicted }),
+	counter("doomed_total", "Files removed by name.", func(s *PoolStats) uint64 { return s.Doomed }),
+	counter("bad_total", "Files evicted because their bytes were damaged.", func(s *PoolStats) uint64 { return s.Bad }),
+	gauge("files", "Files committed now.", func(s *PoolStats) uint64 { return s.Files }),
+	gauge("files_pinned", "Files pinned now.", func(s *PoolStats) uint64 { return s.FilesPinned }),
+	gauge("files_reserved", "Files being stored now.", func(s *PoolStats) uint64 { return s.FilesReserved }),
+	gauge("slots_free", "Slots that can be reserved at once.", func(s *PoolStats) uint64 { return s.SlotsFree }),
+	gauge("slots_freeing", "Slots whose freeing is not durable yet.", func(s *PoolStats) uint64 { return s.SlotsFreeing }),
+	gauge("slots_used", "Slots committed or reserved.", func(s *PoolStats) uint64 { return s.SlotsUsed }),
+	gauge("used_bytes", "Bytes occupied on the drives.", func(s *PoolStats) uint64 { return s.BytesUsed }),
+	gauge("capacity_bytes", "Bytes that could be occupied.", func(s *PoolStats) uint64 { return s.BytesCapacity }),
+}
+
+var ioMetrics = []metric[IOStats]{
+	counter("reads_total", "Read commands served.", func(s *IOStats) uint64 { return s.Reads }),
+	counter("writes_total", "Write commands served.", func(s *IOStats) uint64 { return s.Writes }),
+	counter("flushes_total", "Flush commands served.", func(s *IOStats) uint64 { return s.Flushes }),
+	counter("read_bytes_total", "Bytes read by commands.", func(s *IOStats) uint64 { return s.BytesRead }),
+	counter("written_bytes_total", "Bytes written by commands.", func(s *IOStats) uint64 { return s.BytesWritten }),
+	counter("errors_total", "Commands that failed.", func(s *IOStats) uint64 { return s.Errors }),
+	counter("refused_total", "Commands refused for want of a lease.", func(s *IOStats) uint64 { return s.Refused }),
+	counter("queues_killed_total", "Queues killed for a bad doorbell.", func(s *IOStats) uint64 { return s.QueuesKilled }),
+	{"busy_seconds_total", "CPU time of pollers that found work.", prometheus.CounterValue, func(s *IOStats) float64 { return s.BusySeconds }},
+}
+
+var volumeMetrics = []metric[StatsDocument]{
+	{"uptime_seconds", "Time since the mount.", prometheus.GaugeValue, func(s *StatsDocument) float64 { return s.UptimeSeconds }},
+	gauge("sessions", "Engines' sessions now.", func(s *StatsDocument) uint64 { return s.Sessions }),
+	gauge("space_total_bytes", "Size of the volume as df shows it.", func(s *StatsDocument) uint64 { return s.Space.TotalBytes }),
+	gauge("space_used_bytes", "Bytes of committed and reserved files.", func(s *StatsDocument) uint64 { return s.Space.UsedBytes }),
+	gauge("space_free_bytes", "Total less used.", func(s *StatsDocument) uint64 { return s.Space.FreeBytes }),
+	gauge("space_available_bytes", "Bytes that can be stored without evicting.", func(s *StatsDocument) uint64 {
+		return s.Space.AvailableBytes
+	}),
+	counter("drive_read_errors_total", "Reads that a drive failed.", func(s *StatsDocument) uint64 { return s.ReadErrors }),
+	counter("drive_write_errors_total", "Writes that a drive failed.", func(s *StatsDocument) uint64 { return s.WriteErrors }),
+	counter("transactions_total", "Transactions that are durable.", func(s *StatsDocument) uint64 { return s.Transactions }),
+	counter("checkpoints_total", "Checkpoints written.", func(s *StatsDocument) uint64 { return s.Checkpoints }),
+	gauge("journal_used_bytes", "Bytes of the journal in use.", func(s *StatsDocument) uint64 { return s.JournalUsed }),
+}
+
+// collector turns one snapshot into samples at every scrape. Totals are there from the start; a pool's own series from its creation.
+type collector struct {
+	d           *Daemon
+	description map[string]*prometheus.Desc
+}
+
+func newCollector(d *Daemon) *collector {
+	c := &collector{d, map[string]*prometheus.Desc{}}
+	describe := func(name, help string, labels ...string) {
+		c.description[name] = prometheus.NewDesc("tuttifs_"+name, help, labels, nil)
+	}
+	for _, m := range poolMetrics {
+		describe(m.name, m.help+" All pools.")
+		describe("pool_"+m.name, m.help, "pool")
+	}
+	for _, m := range ioMetrics {
+		describe("io_"+m.name, m.help+" All drives.")
+		describe("drive_io_"+m.name, m.help, "drive")
+	}
+	for _, m := range volumeMetrics {
+		describe(m.name, m.help)
+	}
+	return c
+}
+
+func (c *collector) Describe(out chan<- *prometheus.Desc) {
+	for _, desc := range c.description {
+		out <- desc
+	}
+}
+
+// emit sends one sample a metric.
+func emit[T any](c *collector, out chan<- prometheus.Metric, list []metric[T], prefix string, t *T, labels ...string) {
+	for _, m := range list {
+		out <- prometheus.MustNewConstMetric(c.description[prefix+m.name], m.kind, m.value(t), labels...)
+	}
+}
+
+func (c *collector) Collect(out chan<- prometheus.Metric) {
+	s := c.d.stats()
+	emit(c, out, poolMetrics, "", &s.Total)
+	for name, pool := range s.Pools {
+		emit(c, out, poolMetrics, "pool_", &pool, name)
+	}
+	emit(c, out, ioMetrics, "io_", &s.IO)
+	for index, io := range s.Drives {
+		emit(c, out, ioMetrics, "drive_io_", &io, index)
+	}
+	emit(c, out, volumeMetrics, "", s)
+}
+
+// metricsServer answers GET /metrics.
+type metricsServer struct {
+	server  http.Server
+	done    chan struct{}
+	address string
+}
+
+// serveMetrics listens on address and nowhere else.
+func serveMetrics(d *Daemon, address string) (*metricsServer, error) {
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(newCollector(d), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
+	listener, err := net.Listen("tcp", address)
+	if err != nil {
+		return nil, errors.Join(errors.New("metrics"), err)
+	}
+	m := &metricsServer{done: make(chan struct{}), address: listener.Addr().String()}
+	m.server = http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}
+	go func() {
+		defer close(m.done)
+		if err := m.server.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+			d.options.Log.Error("metrics", "error", err)
+		}
+	}()
+	return m, nil
+}
+
+func (m *metricsServer) close() error {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	err := m.server.Shutdown(ctx)
+	if errors.Is(err, context.DeadlineExceeded) {
+		err = m.server.Close()
+	}
+	<-m.done
+	return err
+}

@@ -1,0 +1,330 @@
+package daemon
+
+import (
+	"encoding/json"
+	"fmt"
+	"os"
+	"time"
+
+	"tuttifs/drive"
+	"tuttifs/extentmap"
+	"tuttifs/gpufile"
+)
+
+// StatusVersion stands in every status document. It changes when a key is removed or changes its meaning.
+const StatusVersion = 1
+
+// VersionDocument is /.tuttifs/version.
+type VersionDocument struct {
+	OutputVersion int    `json:"output_version"`
+	Version       string `json:"version"`
+	PID           int    `json:"pid"`
+}
+
+// VolumeDocument is /.tuttifs/volume. Pools are described, not counted: that is for the statistics.
+type VolumeDocument struct {
+	OutputVersion    int              `json:"output_version"`
+	UUID             string           `json:"uuid"`
+	Label            string           `json:"label"`
+	Epoch            uint64           `json:"epoch"`
+	Nonce            uint64           `json:"nonce"`
+	Width            int              `json:"width"`
+	SegmentBytes     uint64           `json:"segment_bytes"`
+	ReadOnly         bool             `json:"read_only"`
+	Draft            bool             `json:"draft"`
+	TotalBytes       uint64           `json:"total_bytes"`
+	UnassignedBytes  uint64           `json:"unassigned_bytes"`
+	JournalBytes     uint64           `json:"journal_bytes"`
+	JournalUsedBytes uint64           `json:"journal_used_bytes"`
+	Pools            []PoolDocument   `json:"pools"`
+	Families         []FamilyDocument `json:"families"`
+	Tenants          []TenantDocument `json:"tenants"`
+}
+
+// PoolDocument describes one pool.
+type PoolDocument struct {
+	ID            uint16          `json:"id"`
+	Name          string          `json:"name"`
+	Identity      json.RawMessage `json:"identity"`
+	Family        string          `json:"family,omitempty"`
+	TrailingHit   uint32          `json:"trailing_hit,omitempty"`
+	TokensPerFile uint32          `json:"tokens_per_file"`
+	Objects       int             `json:"objects"`
+	Ranks         int             `json:"ranks"`
+	FileBytes     int64           `json:"file_bytes"`
+	SlotBytes     uint64          `json:"slot_bytes"`
+	Rows          int             `json:"rows"`
+	SlotsPerRow   uint32          `json:"slots_per_row"`
+	MinBytes      uint64          `json:"min_bytes"`
+	MaxBytes      uint64          `json:"max_bytes"`
+	MaxSlots      uint32          `json:"max_slots"`
+	Created       time.Time       `json:"created,omitzero"`
+}
+
+// FamilyDocument names the pools that hit and commit together.
+type FamilyDocument struct {
+	ID    uint16   `json:"id"`
+	Name  string   `json:"name"`
+	Pools []uint16 `json:"pools"`
+}
+
+// TenantDocument is a quota holder.
+type TenantDocument struct {
+	ID         uint32 `json:"id"`
+	Name       string `json:"name"`
+	QuotaBytes uint64 `json:"quota_bytes"`
+}
+
+// DrivesDocument is /.tuttifs/drives.
+type DrivesDocument struct {
+	OutputVersion int             `json:"output_version"`
+	Drives        []DriveDocument `json:"drives"`
+}
+
+// DriveDocument describes one member drive.
+type DriveDocument struct {
+	Index        uint16 `json:"index"`
+	UUID         string `json:"uuid"`
+	Name         string `json:"name"`
+	Kind         string `json:"kind"`
+	Bytes        uint64 `json:"bytes"`
+	LBABytes     int    `json:"lba_bytes"`
+	Direct       bool   `json:"direct"`
+	Metadata     bool   `json:"metadata"`
+	Segments     uint32 `json:"segments"`
+	FreeSegments uint32 `json:"free_segments"`
+	ReadErrors   uint64 `json:"read_errors"`
+	WriteErrors  uint64 `json:"write_errors"`
+}
+
+// NewDriveDocument describes a drive as mkfs, info and the status files show it.
+func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
+	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
+	return DriveDocument{d.Index, FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata, d.Segments,
+		d.FreeSegments, d.ReadErrors, d.WriteErrors}
+}
+
+// NewDriveDocuments describes all of them.
+func NewDriveDocuments(drives []extentmap.DriveInfo) []DriveDocument {
+	out := make([]DriveDocument, 0, len(drives))
+	for i := range drives {
+		out = append(out, NewDriveDocument(&drives[i]))
+	}
+	return out
+}
+
+// PoolStats are one pool's counters, monotonic since the mount, and gauges. Lookups are hits and misses together.
+type PoolStats struct {
+	Lookups       uint64 `json:"lookups"`
+	Hits          uint64 `json:"hits"`
+	Misses        uint64 `json:"misses"`
+	Reserved      uint64 `json:"reserved"`
+	Committed     uint64 `json:"committed"`
+	Aborted       uint64 `json:"aborted"`
+	Evicted       uint64 `json:"evicted"`
+	Doomed        uint64 `json:"doomed"`
+	Bad           uint64 `json:"bad"`
+	Files         uint64 `json:"files"`
+	FilesPinned   uint64 `json:"files_pinned"`
+	FilesReserved uint64 `json:"files_reserved"`
+	SlotsFree     uint64 `json:"slots_free"`
+	SlotsFreeing  uint64 `json:"slots_freeing"`
+	SlotsUsed     uint64 `json:"slots_used"`
+	BytesUsed     uint64 `json:"bytes_used"`
+	BytesCapacity uint64 `json:"bytes_capacity"`
+}
+
+func newPoolStats(s gpufile.Stats) PoolStats {
+	return PoolStats{s.Lookups, s.Hits, s.Misses, s.Reserved, s.Committed, s.Aborted, s.Evicted, s.Doomed, s.Bad, s.Files, s.FilesPinned,
+		s.FilesReserved, s.SlotsFree, s.SlotsFreeing, s.SlotsUsed, s.BytesUsed, s.BytesCapacity}
+}
+
+func (s *PoolStats) add(o *PoolStats) {
+	s.Lookups += o.Lookups
+	s.Hits += o.Hits
+	s.Misses += o.Misses
+	s.Reserved += o.Reserved
+	s.Committed += o.Committed
+	s.Aborted += o.Aborted
+	s.Evicted += o.Evicted
+	s.Doomed += o.Doomed
+	s.Bad += o.Bad
+	s.Files += o.Files
+	s.FilesPinned += o.FilesPinned
+	s.FilesReserved += o.FilesReserved
+	s.SlotsFree += o.SlotsFree
+	s.SlotsFreeing += o.SlotsFreeing
+	s.SlotsUsed += o.SlotsUsed
+	s.BytesUsed += o.BytesUsed
+	s.BytesCapacity += o.BytesCapacity
+}
+
+// IOStats are what the virtual controllers did: of one drive, or of all.
+type IOStats struct {
+	Reads        uint64  `json:"reads"`
+	Writes       uint64  `json:"writes"`
+	Flushes      uint64  `json:"flushes"`
+	BytesRead    uint64  `json:"bytes_read"`
+	BytesWritten uint64  `json:"bytes_written"`
+	Errors       uint64  `json:"errors"`
+	Refused      uint64  `json:"refused"`
+	QueuesKilled uint64  `json:"queues_killed"`
+	BusySeconds  float64 `json:"busy_seconds"`
+}
+
+func (s *IOStats) add(o *IOStats) {
+	s.Reads += o.Reads
+	s.Writes += o.Writes
+	s.Flushes += o.Flushes
+	s.BytesRead += o.BytesRead
+	s.BytesWritten += o.BytesWritten
+	s.Errors += o.Errors
+	s.Refused += o.Refused
+	s.QueuesKilled += o.QueuesKilled
+	s.BusySeconds += o.BusySeconds
+}
+
+// SpaceStats is what df shows.
+type SpaceStats struct {
+	TotalBytes     uint64 `json:"total_bytes"`
+	UsedBytes      uint64 `json:"used_bytes"`
+	FreeBytes      uint64 `json:"free_bytes"`
+	AvailableBytes uint64 `json:"available_bytes"`
+	Files          uint64 `json:"files"`
+	FilesMax       uint64 `json:"files_max"`
+}
+
+// StatsDocument is /.tuttifs/stats. Prometheus gets the same values.
+type StatsDocument struct {
+	OutputVersion int                  `json:"output_version"`
+	UptimeSeconds float64              `json:"uptime_seconds"`
+	Total         PoolStats            `json:"total"` // of all pools
+	Pools         map[string]PoolStats `json:"pools"`
+	IO            IOStats              `json:"io"`     // of all drives
+	Drives        map[string]IOStats   `json:"drives"` // by index
+	Space         SpaceStats           `json:"space"`
+	Sessions      uint64               `json:"sessions"`
+	ReadErrors    uint64               `json:"read_errors"`
+	WriteErrors   uint64               `json:"write_errors"`
+	Transactions  uint64               `json:"transactions"`
+	Checkpoints   uint64               `json:"checkpoints"`
+	JournalUsed   uint64               `json:"journal_used_bytes"`
+}
+
+// SessionsDocument is /.tuttifs/sessions.
+type SessionsDocument struct {
+	OutputVersion int               `json:"output_version"`
+	Sessions      []SessionDocument `json:"sessions"`
+}
+
+// SessionDocument describes an engine's session.
+type SessionDocument struct {
+	ID       uint32    `json:"id"`
+	UID      uint32    `json:"uid"`
+	Members  int       `json:"members"`
+	Pins     int       `json:"pins"`
+	Reserved int       `json:"reserved"`
+	Since    time.Time `json:"since"`
+}
+
+func (d *Daemon) versionDocument() any {
+	return VersionDocument{StatusVersion, d.options.Version, os.Getpid()}
+}
+
+func (d *Daemon) volumeDocument() any {
+	doc := NewVolumeDocument(d.volume)
+	created := map[uint16]time.Time{}
+	for _, p := range d.store.Pools() {
+		created[uint16(p.ID())] = p.Created()
+	}
+	for i := range doc.Pools {
+		doc.Pools[i].Created = created[doc.Pools[i].ID]
+	}
+	return doc
+}
+
+// NewVolumeDocument describes a volume, mounted or not.
+func NewVolumeDocument(v *extentmap.Volume) *VolumeDocument {
+	info := v.Info()
+	doc := &VolumeDocument{
+		OutputVersion: StatusVersion, UUID: FormatUUID(info.UUID), Label: info.Label, Epoch: info.Epoch, Nonce: info.Nonce, Width: info.Width,
+		SegmentBytes: info.SegmentBytes, ReadOnly: info.ReadOnly, Draft: info.Draft, TotalBytes: info.TotalBytes,
+		UnassignedBytes: info.FreeBytes, JournalBytes: info.JournalBytes, JournalUsedBytes: info.JournalUsedBytes,
+		Pools: []PoolDocument{}, Families: []FamilyDocument{}, Tenants: []TenantDocument{},
+	}
+	for _, p := range v.Pools() {
+		doc.Pools = append(doc.Pools, newPoolDocument(p))
+	}
+	for _, f := range v.Families() {
+		family := FamilyDocument{ID: f.ID, Name: f.Name, Pools: []uint16{}}
+		for _, id := range f.Pools {
+			family.Pools = append(family.Pools, uint16(id))
+		}
+		doc.Families = append(doc.Families, family)
+	}
+	for _, t := range v.Tenants() {
+		doc.Tenants = append(doc.Tenants, TenantDocument(t))
+	}
+	return doc
+}
+
+func newPoolDocument(p *extentmap.Pool) PoolDocument {
+	spec, layout := p.Spec(), p.Layout()
+	return PoolDocument{
+		ID: uint16(p.ID()), Name: spec.Name, Identity: spec.Identity, Family: spec.Family, TrailingHit: spec.TrailingHit,
+		TokensPerFile: spec.TokensPerFile, Objects: layout.Objects(), Ranks: layout.Ranks(), FileBytes: layout.Geometry().FileBytes(),
+		SlotBytes: p.SlotBytes(), Rows: len(p.Rows()), SlotsPerRow: p.SlotsPerRow(), MinBytes: spec.MinBytes, MaxBytes: spec.MaxBytes,
+		MaxSlots: spec.MaxSlots,
+	}
+}
+
+func (d *Daemon) drivesDocument() any {
+	return DrivesDocument{StatusVersion, NewDriveDocuments(d.volume.Info().Drives)}
+}
+
+func (d *Daemon) sessionsDocument() any {
+	doc := SessionsDocument{StatusVersion, []SessionDocument{}}
+	for _, s := range d.store.Sessions() {
+		doc.Sessions = append(doc.Sessions, SessionDocument(s))
+	}
+	return doc
+}
+
+// OptionsDocument is /.tuttifs/options: what is in effect, defaults included.
+type OptionsDocument struct {
+	OutputVersion       int      `json:"output_version"`
+	Drives              []string `json:"drives"`
+	ReadOnly            bool     `json:"read_only"`
+	Discard             string   `json:"discard"` // "on", "off", or "auto": on for block devices
+	CheckpointSeconds   int      `json:"checkpoint_seconds"`
+	Policy              string   `json:"policy"`
+	Pollers             int      `json:"pollers"`
+	SocketDir           string   `json:"socket_dir"`
+	Metrics             string   `json:"metrics"` // the address listened on, empty for none
+	Xattr               bool     `json:"xattr"`
+	AllowOther          bool     `json:"allow_other"`
+	UID                 uint32   `json:"uid"`
+	GID                 uint32   `json:"gid"`
+	Umask               string   `json:"umask"`
+	EntryTimeoutSeconds float64  `json:"entry_timeout_seconds"`
+	AttrTimeoutSeconds  float64  `json:"attr_timeout_seconds"`
+}
+
+func (d *Daemon) optionsDocument() any {
+	o := &d.options
+	doc := OptionsDocument{
+		OutputVersion: StatusVersion, ReadOnly: o.ReadOnly, Discard: "auto", CheckpointSeconds: o.CheckpointSeconds, Policy: o.Policy,
+		Pollers: o.Pollers, SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther, UID: o.UID, GID: o.GID,
+		Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(), AttrTimeoutSeconds: o.AttrTimeout.Seconds(),
+	}
+	for _, drive := range d.volume.Info().Drives {
+		doc.Drives = append(doc.Drives, drive.Name)
+	}
+	if o.Discard != nil {
+		doc.Discard = map[bool]string{true: "on", false: "off"}[*o.Discard]
+	}
+	if d.metrics != nil {
+		doc.Metrics = d.metrics.address
+	}
+	return doc
+}
