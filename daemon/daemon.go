@@ -32,8 +32,8 @@ type Options struct {
 	NoXattr           bool
 	AllowOther        bool
 	UID, GID          uint32
-	Umask             uint32
-	EntryTimeout      time.Duration
+	Umask             uint32        // taken off 0777
+	EntryTimeout      time.Duration // 0: the kernel keeps nothing
 	AttrTimeout       time.Duration
 	Log               *slog.Logger
 	// Ready is called once, when the mount is usable.
@@ -122,6 +122,7 @@ func (d *Daemon) open() (err error) {
 	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy}); err != nil {
 		return err
 	}
+	d.store.SetVerifier(payload{d.volume}.verify)
 	d.control, err = NewControl(d.store, ControlOptions{
 		SocketDir: o.SocketDir, Shared: o.AllowOther, Pollers: o.Pollers,
 		Logf: func(format string, args ...any) { o.Log.Info(fmt.Sprintf(format, args...)) },
@@ -139,9 +140,19 @@ func (d *Daemon) open() (err error) {
 	if name == "" {
 		name = FormatUUID(info.UUID)
 	}
+	umask, entry, attr := o.Umask, o.EntryTimeout, o.AttrTimeout
+	if umask == 0 {
+		umask = fs.UmaskNone
+	}
+	if entry == 0 {
+		entry = -1
+	}
+	if attr == 0 {
+		attr = -1
+	}
 	d.server, err = fs.Mount(o.Dir, d.store, fs.Options{
-		Name: name, ReadOnly: o.ReadOnly, NoXattr: o.NoXattr, AllowOther: o.AllowOther, UID: o.UID, GID: o.GID, Umask: o.Umask,
-		EntryTimeout: o.EntryTimeout, AttrTimeout: o.AttrTimeout, Status: d.statusFiles(), Control: d.control,
+		Name: name, ReadOnly: o.ReadOnly, NoXattr: o.NoXattr, AllowOther: o.AllowOther, UID: o.UID, GID: o.GID, Umask: umask,
+		EntryTimeout: entry, AttrTimeout: attr, Status: d.statusFiles(), Control: d.control, Payload: payload{d.volume},
 	})
 	if err != nil {
 		return fmt.Errorf("mounting on %s: %w", o.Dir, err)
