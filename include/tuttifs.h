@@ -30,10 +30,10 @@ extern "C" {
 #define TUTTIFS_DRIVE_PAGE 64 /* drives in one DRIVES answer */
 #define TUTTIFS_EVENT_PAGE 64 /* pools in one EVENTS answer */
 
-/* Header begins every struct. */
+/* struct tuttifs_header begins every struct. */
 struct tuttifs_header {
 	uint32_t size; /* of the whole struct */
-	uint16_t version; /* Version */
+	uint16_t version; /* TUTTIFS_VERSION */
 	uint16_t flags; /* of the verb; unknown bits are refused */
 };
 TUTTIFS_SIZE(tuttifs_header, 8);
@@ -42,27 +42,28 @@ TUTTIFS_SIZE(tuttifs_header, 8);
 #define TUTTIFS_TARGET_POOL 1
 #define TUTTIFS_TARGET_FAMILY 2 /* all pools of a family: they hit and commit together */
 
-/* Target is what a verb acts on. */
+/* struct tuttifs_target is what a verb acts on. */
 struct tuttifs_target {
-	uint16_t kind; /* TargetPool or TargetFamily */
+	uint16_t kind; /* TUTTIFS_TARGET_POOL or TUTTIFS_TARGET_FAMILY */
 	uint16_t id; /* of the pool or the family */
 	uint32_t reserved;
 };
 TUTTIFS_SIZE(tuttifs_target, 8);
 
-/* Span names bytes of the calling process's arena. The daemon copies an input span before it looks
- * at it, and writes results into an output span; a span outside the arena is EFAULT. */
+/* struct tuttifs_span names bytes of the calling process's arena. The daemon copies an input span
+ * before it looks at it, and writes results into an output span; a span outside the arena is
+ * EFAULT. */
 struct tuttifs_span {
 	uint64_t offset; /* from the arena's start, a multiple of 8 */
 	uint64_t bytes;
 };
 TUTTIFS_SIZE(tuttifs_span, 16);
 
-/* Hello flags in Hello.State. */
+/* Hello flags in tuttifs_hello.state. */
 #define TUTTIFS_STATE_READ_ONLY 1 /* the volume is mounted read-only */
 #define TUTTIFS_STATE_DRAFT 2 /* the on-disk format is a draft: images may not be readable by later versions */
 
-/* Hello describes mount and volume. It needs no session. */
+/* struct tuttifs_hello describes mount and volume. It needs no session. */
 struct tuttifs_hello {
 	struct tuttifs_header header;
 	uint8_t uuid[16]; /* out */
@@ -96,7 +97,7 @@ TUTTIFS_SIZE(tuttifs_hello, 216);
 #define TUTTIFS_DRIVE_DIRECT 1 /* I/O bypasses the page cache */
 #define TUTTIFS_DRIVE_METADATA 2 /* holds a copy of journal and catalog */
 
-/* DriveEntry describes one member drive. */
+/* struct tuttifs_drive_entry describes one member drive. */
 struct tuttifs_drive_entry {
 	uint8_t uuid[16];
 	uint8_t name[64]; /* tail of the path, NUL-padded */
@@ -112,7 +113,7 @@ struct tuttifs_drive_entry {
 };
 TUTTIFS_SIZE(tuttifs_drive_entry, 120);
 
-/* Drives lists member drives from the First-th on. */
+/* struct tuttifs_drives lists member drives from the First-th on. */
 struct tuttifs_drives {
 	struct tuttifs_header header;
 	uint32_t first;
@@ -123,9 +124,9 @@ struct tuttifs_drives {
 };
 TUTTIFS_SIZE(tuttifs_drives, 7704);
 
-/* Session is SESSION_CREATE and SESSION_JOIN: it makes the calling process a member of a new
- * session, or of the one whose token it has. The membership belongs to this open file and to the
- * process, and ends with either. */
+/* struct tuttifs_session is SESSION_CREATE and SESSION_JOIN: it makes the calling process a member
+ * of a new session, or of the one whose token it has. The membership belongs to this open file and
+ * to the process, and ends with either. */
 struct tuttifs_session {
 	struct tuttifs_header header;
 	uint8_t token[TUTTIFS_TOKEN_BYTES]; /* in for JOIN, out for CREATE */
@@ -138,7 +139,8 @@ struct tuttifs_session {
 };
 TUTTIFS_SIZE(tuttifs_session, 168);
 
-/* Arena tells which arena this open file's batches lie in. ENXIO before the process has attached. */
+/* struct tuttifs_arena tells which arena this open file's batches lie in. ENXIO before the process
+ * has attached. */
 struct tuttifs_arena {
 	struct tuttifs_header header;
 	uint64_t bytes; /* out */
@@ -149,11 +151,11 @@ struct tuttifs_arena {
 };
 TUTTIFS_SIZE(tuttifs_arena, 96);
 
-/* PoolOpen opens or creates a pool. Equal name, identity and geometry open the existing one;
- * anything else is EEXIST. */
+/* struct tuttifs_pool_open opens or creates a pool. Equal name, identity and geometry open the
+ * existing one; anything else is EEXIST. */
 struct tuttifs_pool_open {
 	struct tuttifs_header header;
-	struct tuttifs_span identity; /* canonical or plain JSON, at most IdentityBytes */
+	struct tuttifs_span identity; /* canonical or plain JSON, at most TUTTIFS_IDENTITY_BYTES */
 	struct tuttifs_span geometry; /* as stripe.Geometry encodes it, trailers included */
 	uint64_t min_bytes;
 	uint64_t max_bytes; /* 0: no limit but the volume's */
@@ -170,16 +172,17 @@ struct tuttifs_pool_open {
 };
 TUTTIFS_SIZE(tuttifs_pool_open, 256);
 
-/* Selectors of PoolInfo, in Header.Flags: at most one. Without them Target selects. */
+/* Selectors of struct tuttifs_pool_info, in tuttifs_header.flags: at most one. Without them Target
+ * selects. */
 #define TUTTIFS_POOL_BY_NAME 1
 #define TUTTIFS_POOL_BY_INDEX 2 /* the Index-th pool, for listing; ENOENT behind the last */
 
-/* PoolInfo describes a pool. */
+/* struct tuttifs_pool_info describes a pool. */
 struct tuttifs_pool_info {
 	struct tuttifs_header header;
-	uint8_t name[TUTTIFS_NAME_BYTES]; /* in with PoolByName */
+	uint8_t name[TUTTIFS_NAME_BYTES]; /* in with TUTTIFS_POOL_BY_NAME */
 	struct tuttifs_target target; /* in without flags */
-	uint32_t index; /* in with PoolByIndex */
+	uint32_t index; /* in with TUTTIFS_POOL_BY_INDEX */
 	uint32_t reserved;
 	uint8_t family[TUTTIFS_NAME_BYTES]; /* out */
 	uint8_t digest[32]; /* out: of the identity */
@@ -197,11 +200,11 @@ struct tuttifs_pool_info {
 };
 TUTTIFS_SIZE(tuttifs_pool_info, 248);
 
-/* Layout fetches what turns (slot, object) into an address, except the rows. */
+/* struct tuttifs_layout fetches what turns (slot, object) into an address, except the rows. */
 struct tuttifs_layout {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
-	struct tuttifs_span geometry; /* out span; Bytes is its room on input. EOVERFLOW, with GeometryBytes set, if it does not fit */
+	struct tuttifs_span geometry; /* out span; Bytes is its room on input. EOVERFLOW, with TUTTIFS_GEOMETRY_BYTES set, if it does not fit */
 	uint64_t geometry_bytes; /* out */
 	uint64_t entry_units; /* out */
 	uint64_t slot_units; /* out */
@@ -213,7 +216,7 @@ struct tuttifs_layout {
 };
 TUTTIFS_SIZE(tuttifs_layout, 80);
 
-/* RowEntry is one of the W entries of a row. */
+/* struct tuttifs_row_entry is one of the W entries of a row. */
 struct tuttifs_row_entry {
 	uint64_t unit; /* first unit of the entry */
 	uint16_t drive;
@@ -221,15 +224,15 @@ struct tuttifs_row_entry {
 };
 TUTTIFS_SIZE(tuttifs_row_entry, 16);
 
-/* RowHead begins a row in the arena; Width RowEntry follow. */
+/* struct tuttifs_row_head begins a row in the arena; Width struct tuttifs_row_entry follow. */
 struct tuttifs_row_head {
 	uint32_t number; /* slot = Number x slots per row + index */
 	uint32_t width;
 };
 TUTTIFS_SIZE(tuttifs_row_head, 8);
 
-/* Rows fetches rows numbered First or more, in order. Pages that show different map generations do
- * not fit together: begin again. */
+/* struct tuttifs_rows fetches rows numbered First or more, in order. Pages that show different map
+ * generations do not fit together: begin again. */
 struct tuttifs_rows {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
@@ -237,14 +240,14 @@ struct tuttifs_rows {
 	uint32_t first;
 	uint32_t reserved;
 	uint64_t map_generation; /* out */
-	uint32_t row_bytes; /* out: sizeof(RowHead) + Width x sizeof(RowEntry) */
+	uint32_t row_bytes; /* out: sizeof(struct tuttifs_row_head) + Width x sizeof(struct tuttifs_row_entry) */
 	uint32_t count; /* out */
 	uint32_t total; /* out: rows of the pool */
 	uint32_t next; /* out: First of the next page; 0 behind the last row */
 };
 TUTTIFS_SIZE(tuttifs_rows, 64);
 
-/* MapAck says that this process uses map generation MapGeneration or a later one. */
+/* struct tuttifs_map_ack says that this process uses map generation MapGeneration or a later one. */
 struct tuttifs_map_ack {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
@@ -253,11 +256,12 @@ struct tuttifs_map_ack {
 };
 TUTTIFS_SIZE(tuttifs_map_ack, 32);
 
-/* Peek is the length of the longest prefix of keys that is present. It has no side effects. */
+/* struct tuttifs_peek is the length of the longest prefix of keys that is present. It has no side
+ * effects. */
 struct tuttifs_peek {
 	struct tuttifs_header header;
 	struct tuttifs_target target;
-	struct tuttifs_span keys; /* KeyBytes each */
+	struct tuttifs_span keys; /* TUTTIFS_KEY_BYTES each */
 	uint32_t tenant;
 	uint32_t reserved;
 	uint32_t count; /* out: leading keys present */
@@ -265,7 +269,7 @@ struct tuttifs_peek {
 };
 TUTTIFS_SIZE(tuttifs_peek, 48);
 
-/* KeyBytes is the size of one key in the arena. */
+/* TUTTIFS_KEY_BYTES is the size of one key in the arena. */
 #define TUTTIFS_KEY_BYTES 32
 
 /* Grant states. */
@@ -276,10 +280,10 @@ TUTTIFS_SIZE(tuttifs_peek, 48);
 #define TUTTIFS_GRANT_EXISTS 4 /* committed already; nothing to write */
 #define TUTTIFS_GRANT_PENDING 5 /* another engine is storing it */
 
-/* Grant is one slot leased to the session. For a family, grants lie [key][pool], pools in the
- * family's order. */
+/* struct tuttifs_grant is one slot leased to the session. For a family, grants lie [key][pool],
+ * pools in the family's order. */
 struct tuttifs_grant {
-	uint32_t slot; /* NoSlot where Status says none */
+	uint32_t slot; /* TUTTIFS_NO_SLOT where Status says none */
 	uint32_t tokens;
 	uint64_t generation;
 	uint8_t seed[16]; /* of the slot's checksums */
@@ -288,12 +292,12 @@ struct tuttifs_grant {
 };
 TUTTIFS_SIZE(tuttifs_grant, 40);
 
-/* Pin leases the longest present prefix of keys for reading. A second PIN with one request id
- * answers the same. */
+/* struct tuttifs_pin leases the longest present prefix of keys for reading. A second PIN with one
+ * request id answers the same. */
 struct tuttifs_pin {
 	struct tuttifs_header header;
 	struct tuttifs_target target;
-	struct tuttifs_span keys; /* KeyBytes each */
+	struct tuttifs_span keys; /* TUTTIFS_KEY_BYTES each */
 	struct tuttifs_span grants; /* out span with room for keys x pools grants */
 	uint64_t request; /* chosen by the caller, unique in its session while pinned */
 	uint32_t tenant;
@@ -304,7 +308,8 @@ struct tuttifs_pin {
 };
 TUTTIFS_SIZE(tuttifs_pin, 80);
 
-/* Release ends the pins of a request. Releasing twice, or what has expired, is ENOENT. */
+/* struct tuttifs_release ends the pins of a request. Releasing twice, or what has expired, is
+ * ENOENT. */
 struct tuttifs_release {
 	struct tuttifs_header header;
 	struct tuttifs_target target;
@@ -312,7 +317,7 @@ struct tuttifs_release {
 };
 TUTTIFS_SIZE(tuttifs_release, 24);
 
-/* ReserveItem is one file to be stored. */
+/* struct tuttifs_reserve_item is one file to be stored. */
 struct tuttifs_reserve_item {
 	uint8_t key[TUTTIFS_KEY_BYTES];
 	uint8_t parent[TUTTIFS_KEY_BYTES]; /* zero for a root */
@@ -321,15 +326,15 @@ struct tuttifs_reserve_item {
 };
 TUTTIFS_SIZE(tuttifs_reserve_item, 72);
 
-/* ReservePartial, in Header.Flags, grants a leading run where not all fit. */
+/* TUTTIFS_RESERVE_PARTIAL, in tuttifs_header.flags, grants a leading run where not all fit. */
 #define TUTTIFS_RESERVE_PARTIAL 1
 
-/* Reserve leases slots for writing: all or nothing unless ReservePartial. Other ranks join by the
- * same reserve id. */
+/* struct tuttifs_reserve leases slots for writing: all or nothing unless TUTTIFS_RESERVE_PARTIAL.
+ * Other ranks join by the same reserve id. */
 struct tuttifs_reserve {
 	struct tuttifs_header header;
 	struct tuttifs_target target;
-	struct tuttifs_span items; /* ReserveItem each */
+	struct tuttifs_span items; /* struct tuttifs_reserve_item each */
 	struct tuttifs_span grants; /* out span with room for items x pools grants */
 	uint64_t reserve;
 	uint32_t tenant;
@@ -340,7 +345,8 @@ struct tuttifs_reserve {
 };
 TUTTIFS_SIZE(tuttifs_reserve, 80);
 
-/* Commit says that this process has written all objects of Rank for every slot of the reservation. */
+/* struct tuttifs_commit says that this process has written all objects of Rank for every slot of
+ * the reservation. */
 struct tuttifs_commit {
 	struct tuttifs_header header;
 	struct tuttifs_target target;
@@ -351,7 +357,7 @@ struct tuttifs_commit {
 };
 TUTTIFS_SIZE(tuttifs_commit, 40);
 
-/* Abort gives a reservation's uncommitted slots back. */
+/* struct tuttifs_abort gives a reservation's uncommitted slots back. */
 struct tuttifs_abort {
 	struct tuttifs_header header;
 	struct tuttifs_target target;
@@ -359,8 +365,8 @@ struct tuttifs_abort {
 };
 TUTTIFS_SIZE(tuttifs_abort, 24);
 
-/* ReportBad says that a reader found damage. The daemon rereads the slot, and evicts the file if it
- * agrees. */
+/* struct tuttifs_report_bad says that a reader found damage. The daemon rereads the slot, and
+ * evicts the file if it agrees. */
 struct tuttifs_report_bad {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
@@ -376,30 +382,30 @@ TUTTIFS_SIZE(tuttifs_report_bad, 40);
 #define TUTTIFS_EVICT_KEYS 2 /* the named files */
 #define TUTTIFS_EVICT_PREFIX 4 /* the named files and their ancestors up to the first that another chain shares */
 
-/* Evict frees files of a pool. The ticket's Value is how many. Pinned files are doomed or left,
- * never torn away. */
+/* struct tuttifs_evict frees files of a pool. The ticket's Value is how many. Pinned files are
+ * doomed or left, never torn away. */
 struct tuttifs_evict {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
-	struct tuttifs_span keys; /* KeyBytes each, for EvictKeys and EvictPrefix */
-	uint32_t count; /* for EvictCount */
+	struct tuttifs_span keys; /* TUTTIFS_KEY_BYTES each, for TUTTIFS_EVICT_KEYS and TUTTIFS_EVICT_PREFIX */
+	uint32_t count; /* for TUTTIFS_EVICT_COUNT */
 	uint32_t reserved;
 	uint64_t ticket; /* out */
 };
 TUTTIFS_SIZE(tuttifs_evict, 48);
 
-/* Unlink dooms files: a miss at once, the slot free at the last unpin. */
+/* struct tuttifs_unlink dooms files: a miss at once, the slot free at the last unpin. */
 struct tuttifs_unlink {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
-	struct tuttifs_span keys; /* KeyBytes each */
+	struct tuttifs_span keys; /* TUTTIFS_KEY_BYTES each */
 	uint32_t count; /* out: files that were there */
 	uint32_t pad; /* out: zero */
 	uint64_t reserved;
 };
 TUTTIFS_SIZE(tuttifs_unlink, 48);
 
-/* Extent is where one object lies. */
+/* struct tuttifs_extent is where one object lies. */
 struct tuttifs_extent {
 	uint64_t unit;
 	uint32_t units;
@@ -408,7 +414,7 @@ struct tuttifs_extent {
 };
 TUTTIFS_SIZE(tuttifs_extent, 16);
 
-/* Extents locates a slot's objects from First on. */
+/* struct tuttifs_extents locates a slot's objects from First on. */
 struct tuttifs_extents {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
@@ -421,7 +427,7 @@ struct tuttifs_extents {
 };
 TUTTIFS_SIZE(tuttifs_extents, 56);
 
-/* Stats are a pool's counters, monotonic since the mount, and gauges. */
+/* struct tuttifs_stats are a pool's counters, monotonic since the mount, and gauges. */
 struct tuttifs_stats {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
@@ -446,7 +452,7 @@ struct tuttifs_stats {
 };
 TUTTIFS_SIZE(tuttifs_stats, 160);
 
-/* Event is what has happened to one pool since the mount. */
+/* struct tuttifs_event is what has happened to one pool since the mount. */
 struct tuttifs_event {
 	struct tuttifs_target target;
 	uint64_t map_generation;
@@ -457,7 +463,7 @@ struct tuttifs_event {
 };
 TUTTIFS_SIZE(tuttifs_event, 48);
 
-/* Events polls all pools at once; compare with the last answer. */
+/* struct tuttifs_events polls all pools at once; compare with the last answer. */
 struct tuttifs_events {
 	struct tuttifs_header header;
 	uint32_t first; /* index of the first pool wanted */
@@ -473,23 +479,24 @@ TUTTIFS_SIZE(tuttifs_events, 3096);
 #define TUTTIFS_TICKET_DONE 1
 #define TUTTIFS_TICKET_FAILED 2 /* Errno says why */
 
-/* Ticket asks for the state of what a verb started. A finished ticket is forgotten when as many
- * newer ones exist as may be outstanding (Hello.Tickets). */
+/* struct tuttifs_ticket asks for the state of what a verb started. A finished ticket is forgotten
+ * when as many newer ones exist as may be outstanding (tuttifs_hello.tickets). */
 struct tuttifs_ticket {
 	struct tuttifs_header header;
 	uint64_t id;
 	uint32_t state; /* out: Ticket* */
-	int32_t errno; /* out: positive, with TicketFailed */
+	int32_t error; /* out: positive, with TUTTIFS_TICKET_FAILED */
 	uint64_t value; /* out: EVICT: files evicted. POOL_OPEN, COMMIT, REPORT_BAD: zero */
 	uint64_t reserved;
 };
 TUTTIFS_SIZE(tuttifs_ticket, 40);
 
 /* The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket
- * whose path SESSION_CREATE and SESSION_JOIN answer. The engine sends one AttachRequest and gets
- * one AttachReply with up to three descriptors (SCM_RIGHTS): arena, queues, DMA memory. The
- * connection stays open: its end means that the process is gone. Later messages on it are
- * AttachRequest and AttachReply too, without descriptors. */
+ * whose path SESSION_CREATE and SESSION_JOIN answer. The engine sends one struct
+ * tuttifs_attach_request and gets one struct tuttifs_attach_reply with up to three descriptors
+ * (SCM_RIGHTS): arena, queues, DMA memory. The connection stays open: its end means that the
+ * process is gone. Later messages on it are struct tuttifs_attach_request and struct
+ * tuttifs_attach_reply too, without descriptors. */
 #define TUTTIFS_ATTACH_MAGIC 1096045908 /* "TUTA" */
 #define TUTTIFS_MESSAGE_ATTACH 1 /* first message: make the memory */
 #define TUTTIFS_MESSAGE_QUIESCE 2 /* stop lane Lane: when the reply says 0 nothing of it touches memory or drives any more */
@@ -497,45 +504,45 @@ TUTTIFS_SIZE(tuttifs_ticket, 40);
 #define TUTTIFS_MESSAGE_PING 4 /* answers 0 */
 #define TUTTIFS_LANES_MAX 64
 #define TUTTIFS_DEPTH_MAX 4096
-#define TUTTIFS_DMA_BASE 0x10000000000ull /* DMABase is the I/O address of the DMA memory's first byte. */
+#define TUTTIFS_DMA_BASE 0x10000000000ull /* TUTTIFS_DMA_BASE is the I/O address of the DMA memory's first byte. */
 
-/* AttachRequest is what the engine sends. */
+/* struct tuttifs_attach_request is what the engine sends. */
 struct tuttifs_attach_request {
-	uint32_t magic; /* AttachMagic */
-	uint16_t version; /* Version */
+	uint32_t magic; /* TUTTIFS_ATTACH_MAGIC */
+	uint16_t version; /* TUTTIFS_VERSION */
 	uint16_t kind; /* Message* */
 	uint32_t size; /* of this struct */
 	uint32_t session;
 	uint32_t member;
-	uint32_t lanes; /* 0 for an arena alone, at most LanesMax */
-	uint32_t depth; /* entries of each queue: a power of two, 2..DepthMax; 0 without lanes */
-	uint32_t lane; /* for MessageQuiesce and MessageReattach */
+	uint32_t lanes; /* 0 for an arena alone, at most TUTTIFS_LANES_MAX */
+	uint32_t depth; /* entries of each queue: a power of two, 2..TUTTIFS_DEPTH_MAX; 0 without lanes */
+	uint32_t lane; /* for TUTTIFS_MESSAGE_QUIESCE and TUTTIFS_MESSAGE_REATTACH */
 	uint64_t dma_bytes; /* 0 without lanes */
 	uint8_t token[TUTTIFS_TOKEN_BYTES];
 	uint64_t reserved[8];
 };
 TUTTIFS_SIZE(tuttifs_attach_request, 120);
 
-/* AttachReply is what the daemon answers. */
+/* struct tuttifs_attach_reply is what the daemon answers. */
 struct tuttifs_attach_reply {
 	uint32_t magic;
 	uint16_t version;
 	uint16_t kind; /* of the request */
 	uint32_t size; /* of this struct */
-	int32_t errno; /* 0, or a positive errno; then the rest is zero */
+	int32_t error; /* 0, or a positive errno; then the rest is zero */
 	uint32_t descriptors; /* sent along: arena, queues, DMA memory, in this order; DMA only if DMABytes is not zero */
 	uint32_t lanes;
 	uint32_t depth;
 	uint32_t drives;
 	uint64_t arena_bytes;
-	uint64_t queues_bytes; /* of the queue memory: SessionPageBytes + Lanes x Drives x QueueBlockBytes, rounded up to pages */
+	uint64_t queues_bytes; /* of the queue memory: TUTTIFS_SESSION_PAGE_BYTES + Lanes x Drives x QueueBlockBytes, rounded up to pages */
 	uint64_t queue_block_bytes; /* one queue pair; nvme.QueueBytes(Depth) */
 	uint64_t dma_bytes;
 	uint64_t dma_base;
 	uint64_t nonce; /* of the mount, as in Hello */
 	uint32_t sgl; /* 1 if the controllers take SGL data blocks */
 	uint32_t command_bytes; /* largest transfer of one command */
-	uint32_t pollers; /* threads that may sleep on WakeWord: wake them all */
+	uint32_t pollers; /* threads that may sleep on TUTTIFS_WAKE_WORD: wake them all */
 	uint32_t reserved; /* zero */
 	uint16_t drive_index[TUTTIFS_DRIVES_MAX]; /* of the d-th drive */
 	uint16_t lba_bytes[TUTTIFS_DRIVES_MAX]; /* of the d-th drive */
@@ -544,14 +551,15 @@ struct tuttifs_attach_reply {
 TUTTIFS_SIZE(tuttifs_attach_reply, 384);
 
 /* The queue memory begins with the session page; then, for lane l and the d-th drive, the block at
- * SessionPageBytes + (l x Drives + d) x QueueBlockBytes holds a queue pair as nvme.MapQueue lays it
- * out. Words of the session page, each in cache lines of its own; byte offsets: */
+ * TUTTIFS_SESSION_PAGE_BYTES + (l x Drives + d) x QueueBlockBytes holds a queue pair as
+ * nvme.MapQueue lays it out. Words of the session page, each in cache lines of its own; byte
+ * offsets: */
 #define TUTTIFS_SESSION_PAGE_BYTES 4096
 #define TUTTIFS_ARMED_WORD 0 /* u32: raised by the engine before it rings a doorbell, lowered when its work is done */
 #define TUTTIFS_WAKE_WORD 64 /* u32: a poller stores 1 and sleeps on it; the engine, having raised armed, swaps in 0 and, if it was 1, wakes all */
-#define TUTTIFS_HEARTBEAT_WORD 128 /* u64: counted up by the daemon every HeartbeatMilliseconds */
+#define TUTTIFS_HEARTBEAT_WORD 128 /* u64: counted up by the daemon every TUTTIFS_HEARTBEAT_MILLISECONDS */
 #define TUTTIFS_NONCE_WORD 136 /* u64: of the mount */
-#define TUTTIFS_STATE_WORD 144 /* u32: SessionLive, SessionClosed */
+#define TUTTIFS_STATE_WORD 144 /* u32: TUTTIFS_SESSION_LIVE, TUTTIFS_SESSION_CLOSED */
 #define TUTTIFS_MAP_GENERATION_WORD 192 /* u64: counted up when any pool's rows have changed */
 #define TUTTIFS_TICKET_WORD 256 /* u32: counted up, and woken as a futex, when a ticket of this process finishes */
 #define TUTTIFS_HEARTBEAT_MILLISECONDS 100

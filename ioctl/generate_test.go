@@ -9,6 +9,7 @@ import (
 	"go/token"
 	"go/types"
 	"reflect"
+	"regexp"
 	"strings"
 	"unicode"
 )
@@ -131,9 +132,8 @@ func (h *header) structure(name string, st *ast.StructType, doc *ast.CommentGrou
 	if !ok {
 		return
 	}
-	h.out.WriteByte('\n')
-	h.comment(doc)
-	fmt.Fprintf(&h.out, "struct tuttifs_%s {\n", snake(name))
+	about := strings.Replace(commentText(doc), name, "struct tuttifs_"+snake(name), 1)
+	fmt.Fprintf(&h.out, "\n/* %s */\nstruct tuttifs_%s {\n", wrap(h.cNames(about)), snake(name))
 	for _, f := range st.Fields.List {
 		if f.Names[0].Name == "_" {
 			continue
@@ -186,7 +186,7 @@ func (h *header) length(e ast.Expr) string {
 
 func (h *header) comment(c *ast.CommentGroup) {
 	if text := commentText(c); text != "" {
-		fmt.Fprintf(&h.out, "/* %s */\n", wrap(text))
+		fmt.Fprintf(&h.out, "/* %s */\n", wrap(h.cNames(text)))
 	}
 }
 
@@ -196,7 +196,7 @@ func (h *header) line(indent, text string, c *ast.CommentGroup) {
 
 func (h *header) lineText(indent, text, note string) {
 	if note != "" {
-		text += " /* " + note + " */"
+		text += " /* " + h.cNames(note) + " */"
 	}
 	h.out.WriteString(indent + text + "\n")
 }
@@ -231,8 +231,31 @@ func wrap(s string) string {
 	return b.String()
 }
 
-// snake turns DMABytes into dma_bytes.
+// cNames turns the Go names in a comment into those of C: constants, structs, and fields behind a dot.
+func (h *header) cNames(s string) string {
+	return goName.ReplaceAllStringFunc(s, func(w string) string {
+		name, field, dotted := strings.Cut(w, ".")
+		if c, ok := h.scope.Lookup(name).(*types.Const); ok && c.Exported() && !dotted {
+			return "TUTTIFS_" + strings.ToUpper(snake(name))
+		}
+		_, isStruct := h.sizes[name]
+		switch {
+		case isStruct && dotted:
+			return "tuttifs_" + snake(name) + "." + snake(field)
+		case isStruct && strings.IndexFunc(name[1:], unicode.IsUpper) > 0: // a simple word may be just a word
+			return "struct tuttifs_" + snake(name)
+		}
+		return w
+	})
+}
+
+var goName = regexp.MustCompile(`\b[A-Z]\w+(\.[A-Z]\w+)?`)
+
+// snake turns DMABytes into dma_bytes. Errno is a macro in C, so it is called error there.
 func snake(s string) string {
+	if s == "Errno" {
+		return "error"
+	}
 	r := []rune(s)
 	var b strings.Builder
 	for i, c := range r {

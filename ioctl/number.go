@@ -1,6 +1,6 @@
 package ioctl
 
-//go:generate go test -run TestHeader -update .
+//go:generate go test -run Header|Doc -update .
 
 import "unsafe"
 
