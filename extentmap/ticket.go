@@ -1,17 +1,18 @@
 package extentmap
 
-// Ticket is the completion of something durable. Who promises it makes it with NewTicket and calls Complete exactly once;
-// gpufile makes tickets of its own for what spans several transactions.
+// Ticket is the completion of something durable.
 type Ticket struct {
 	done chan struct{}
-	err  error // written before done is closed, read after
+	err  error // valid once done is closed
 }
 
-// NewTicket returns a ticket that is not done.
-func NewTicket() *Ticket { return &Ticket{done: make(chan struct{})} }
+// NewTicket makes a ticket and the function that completes it, to be called once.
+func NewTicket() (*Ticket, func(error)) {
+	t := &Ticket{done: make(chan struct{})}
+	return t, t.complete
+}
 
-// Complete tells everyone who waits; nil means durable.
-func (t *Ticket) Complete(err error) {
+func (t *Ticket) complete(err error) {
 	t.err = err
 	close(t.done)
 }
@@ -19,7 +20,7 @@ func (t *Ticket) Complete(err error) {
 // Done is closed when the change is durable or has failed; Err is valid then.
 func (t *Ticket) Done() <-chan struct{} { return t.done }
 
-// Err is nil until the ticket is done, then the outcome.
+// Err is the outcome; nil while the ticket is not done.
 func (t *Ticket) Err() error {
 	select {
 	case <-t.done:
@@ -27,4 +28,17 @@ func (t *Ticket) Err() error {
 	default:
 		return nil
 	}
+}
+
+// Wait blocks until the ticket is done. No caller that must stay interruptible uses it.
+func (t *Ticket) Wait() error {
+	<-t.done
+	return t.err
+}
+
+// doneTicket is a ticket of something that needed no waiting.
+func doneTicket(err error) *Ticket {
+	t := &Ticket{done: make(chan struct{})}
+	t.complete(err)
+	return t
 }

@@ -1,0 +1,417 @@
+package extentmap
+
+import (
+	"encoding/binary"
+	"fmt"
+	"math/bits"
+	"sort"
+	"sync/atomic"
+	"time"
+
+	"tuttifs/drive"
+	"tuttifs/extentmap/ondisk"
+)
+
+const (
+	// checkpointSeconds is the default time between checkpoints.
+	checkpointSeconds = 30
+	// hitsInterval is the time between checkpoints that also write blocks in which only hits changed.
+	hitsInterval = 10 * time.Minute
+	// writeBlocks is the largest single write of a checkpoint.
+	writeBlocks = 256
+)
+
+// Checkpoint writes all dirty metadata in place and advances the journal's head.
+func (v *Volume) Checkpoint() error {
+	if v.readOnly {
+		return ErrReadOnly
+	}
+	v.queueMu.Lock()
+	closing := v.closing
+	v.queueMu.Unlock()
+	if closing {
+		return ErrClosed
+	}
+	return v.checkpoint(true)
+}
+
+// checkpointer runs checkpoints by time and when the journal is half full.
+func (v *Volume) checkpointer() {
+	defer v.background.Done()
+	ticker := time.NewTicker(time.Duration(v.o.CheckpointSeconds) * time.Second)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-v.stop:
+			return
+		case <-v.kick:
+		case <-ticker.C:
+		}
+		if v.err() != nil {
+			continue
+		}
+		v.checkpointMu.Lock()
+		withHits := v.o.Now().Sub(v.lastHits) >= hitsInterval
+		v.checkpointMu.Unlock()
+		_ = v.checkpoint(withHits) // a failure stops the volume; Submit and Close report it
+	}
+}
+
+// snapshot is what one checkpoint makes durable.
+type snapshot struct {
+	tail    uint64
+	chain   uint32
+	spans   []span
+	catalog []byte // nil if clean
+	limbo   []*row
+	commits uint64
+}
+
+// span is a run of blocks of a row's record table.
+type span struct {
+	row   *row
+	first uint32
+	n     uint32
+	unit  uint64 // of the copy being written
+}
+
+// checkpoint writes what is dirty. When it fails, the volume fails: what was taken as clean is not.
+func (v *Volume) checkpoint(withHits bool) error {
+	v.checkpointMu.Lock()
+	defer v.checkpointMu.Unlock()
+	if err := v.err(); err != nil {
+		return err
+	}
+	s := v.takeSnapshot(withHits)
+	super := v.super
+	if s.idle(&super) && super.Epoch == v.epoch {
+		return nil
+	}
+	err := v.writeSnapshot(s, &super)
+	if err != nil {
+		err = fmt.Errorf("%w: checkpoint: %w", ErrFailed, err)
+		v.fail(err)
+		for _, r := range s.limbo {
+			r.dropDone(err)
+		}
+		return err
+	}
+	if withHits {
+		v.lastHits = v.o.Now()
+	}
+	v.applyMu.Lock()
+	v.super, v.tail = super, s.tail
+	v.room.Broadcast()
+	v.applyMu.Unlock()
+	v.checkpoints.Add(1)
+	v.freeLimbo(s.limbo)
+	return nil
+}
+
+func (s *snapshot) idle(last *ondisk.Superblock) bool {
+	return len(s.spans) == 0 && s.catalog == nil && len(s.limbo) == 0 && s.tail == last.Tail
+}
+
+// takeSnapshot fixes which journal block the checkpoint reaches and collects what is dirty. Blocks are copied later
+// and may then contain more than that: replaying the journal over a newer block ends at the same state.
+func (v *Volume) takeSnapshot(withHits bool) *snapshot {
+	v.applyMu.Lock()
+	defer v.applyMu.Unlock()
+	s := &snapshot{tail: v.head, chain: v.chain, limbo: v.limbo, commits: v.commits.Load()}
+	v.limbo = nil
+	if withHits {
+		v.dirtyTouched()
+	}
+	for _, r := range v.dirtyRows {
+		r.isDirty = false
+		if r.pool.rowByNumber(r.number) == r {
+			s.spans = appendSpans(s.spans, r)
+		}
+		clear(r.dirty)
+	}
+	clear(v.dirtyRows)
+	v.dirtyRows = v.dirtyRows[:0]
+	if v.catDirty {
+		v.mu.Lock()
+		s.catalog = v.encodeCatalog()
+		v.mu.Unlock()
+		v.catDirty = false
+	}
+	return s
+}
+
+// dirtyTouched marks the blocks in which hits were noted. Volume.applyMu.
+func (v *Volume) dirtyTouched() {
+	for _, p := range v.Pools() {
+		for n := range p.highest.Load() {
+			r := p.byNumber[n].Load()
+			if r == nil || !r.anyTouched.Swap(false) {
+				continue
+			}
+			for i := range r.touched {
+				for x := r.touched[i].Swap(0); x != 0; x &= x - 1 {
+					v.markDirty(r, uint32(i*64+bits.TrailingZeros64(x)))
+				}
+			}
+		}
+	}
+}
+
+// appendSpans adds the runs of dirty blocks of a row.
+func appendSpans(spans []span, r *row) []span {
+	for b, n := uint32(0), r.pool.tableBlocks; b < n; b++ {
+		if b%64 == 0 && r.dirty[b/64] == 0 {
+			b += 63
+			continue
+		}
+		if r.dirty[b/64]>>(b%64)&1 == 0 {
+			continue
+		}
+		if k := len(spans) - 1; k >= 0 && spans[k].row == r && spans[k].first+spans[k].n == b {
+			spans[k].n++
+		} else {
+			spans = append(spans, span{row: r, first: b, n: 1})
+		}
+	}
+	return spans
+}
+
+// encodeCatalog makes the stream of what is durable. Volume.applyMu and mu.
+func (v *Volume) encodeCatalog() []byte {
+	b := []byte{}
+	for _, f := range v.familiesInUse() {
+		b = f.Append(b)
+	}
+	for _, t := range v.sortedTenants() {
+		b = t.Append(b)
+	}
+	for _, p := range v.pools {
+		if !p.durable {
+			continue
+		}
+		e := ondisk.Pool{
+			ID: uint16(p.id), Family: p.family, TokensPerFile: p.spec.TokensPerFile, TrailingHit: p.spec.TrailingHit,
+			MaxSlots: p.limits.maxSlots, MinBytes: p.limits.minBytes, MaxBytes: p.limits.maxBytes,
+			CreationTime: p.creationTime, SlotUnits: p.layout.SlotUnits(), EntryShift: p.shift,
+			ChecksumAlg: p.spec.ChecksumAlg, Digest: p.spec.IdentityDigest, Name: p.spec.Name,
+			Identity: p.spec.Identity, Geometry: p.geometry,
+		}
+		b = e.Append(b)
+		for n := range p.highest.Load() {
+			r := p.byNumber[n].Load()
+			if r == nil {
+				continue
+			}
+			x := ondisk.Row{Pool: uint16(p.id), Number: n, Tables: r.tables, Entries: make([]ondisk.Locator, len(r.drives))}
+			for i := range r.drives {
+				x.Entries[i] = ondisk.Locate(r.drives[i], r.units[i])
+			}
+			b = x.Append(b)
+		}
+	}
+	return b
+}
+
+// familiesInUse are those of durable pools, by ID.
+func (v *Volume) familiesInUse() []*ondisk.Family {
+	used := map[uint16]bool{}
+	var out []*ondisk.Family
+	for _, p := range v.pools {
+		if f := v.families[p.family]; p.durable && f != nil && !used[p.family] {
+			used[p.family] = true
+			out = append(out, f)
+		}
+	}
+	sort.Slice(out, func(i, j int) bool { return out[i].ID < out[j].ID })
+	return out
+}
+
+func (v *Volume) sortedTenants() []ondisk.Tenant {
+	var out []ondisk.Tenant
+	for _, t := range v.tenants {
+		out = append(out, t)
+	}
+	sort.Slice(out, func(i, j int) bool { return out[i].ID < out[j].ID })
+	return out
+}
+
+// writeSnapshot writes the tables' first copies, then the second, then the catalog, then the superblock, each durable
+// before the next begins: at any moment one copy of each block is whole, and the superblock names only what is there.
+func (v *Volume) writeSnapshot(s *snapshot, super *ondisk.Superblock) error {
+	super.Sequence++
+	for c := range 2 {
+		if err := v.writeTables(s.spans, c, super.Sequence); err != nil {
+			return err
+		}
+	}
+	if s.catalog != nil {
+		super.CatalogArea ^= 1
+		super.CatalogSeq = super.Sequence
+		super.CatalogBytes = uint64(len(s.catalog))
+		super.CatalogBlocks = uint32(ondisk.StreamBlocks(len(s.catalog)))
+		super.CatalogCRC = ondisk.CRC(s.catalog)
+		if err := v.writeCatalog(s.catalog, super); err != nil {
+			return err
+		}
+	}
+	super.Epoch, super.Nonce = v.epoch, v.nonce
+	super.Tail, super.Chain = s.tail, s.chain
+	super.NextCommit = s.commits
+	super.Time = v.o.Now().UnixNano()
+	return v.writeSuperblock(super)
+}
+
+// writeTables writes one copy of the dirty blocks, all drives at once.
+func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
+	if len(spans) == 0 {
+		return nil
+	}
+	byDrive := map[*member][]span{}
+	for _, s := range spans {
+		l := s.row.tables[copy]
+		s.unit = l.Unit() + uint64(s.first)
+		m := v.byIndex[l.Drive()]
+		byDrive[m] = append(byDrive[m], s)
+	}
+	var members []*member
+	for m, list := range byDrive {
+		members = append(members, m)
+		sort.Slice(list, func(i, j int) bool { return list[i].unit < list[j].unit })
+	}
+	return eachMember(members, func(m *member) error {
+		w := tableWriter{v: v, m: m, copy: copy, sequence: sequence, buffer: drive.AlignedBuffer(writeBlocks * ondisk.BlockBytes)}
+		for _, s := range byDrive[m] {
+			if err := w.add(s); err != nil {
+				return err
+			}
+		}
+		if err := w.write(); err != nil {
+			return err
+		}
+		return m.flush()
+	})
+}
+
+// tableWriter joins spans that are neighbours on the drive into large writes.
+type tableWriter struct {
+	v        *Volume
+	m        *member
+	copy     int
+	sequence uint64
+	buffer   []byte
+	blocks   int
+	unit     uint64 // of the first block in buffer
+}
+
+func (w *tableWriter) add(s span) error {
+	for s.n > 0 {
+		if w.blocks == writeBlocks || w.blocks > 0 && w.unit+uint64(w.blocks) != s.unit {
+			if err := w.write(); err != nil {
+				return err
+			}
+		}
+		if w.blocks == 0 {
+			w.unit = s.unit
+		}
+		n := min(s.n, uint32(writeBlocks-w.blocks))
+		w.fill(s, n)
+		s.first, s.unit, s.n = s.first+n, s.unit+uint64(n), s.n-n
+	}
+	return nil
+}
+
+// fill copies n blocks of a span behind those that are in the buffer, and completes them with hits and header.
+func (w *tableWriter) fill(s span, n uint32) {
+	p, r := s.row.pool, s.row
+	out := w.buffer[w.blocks*ondisk.BlockBytes:][:int(n)*ondisk.BlockBytes]
+	w.v.applyMu.Lock()
+	copy(out, p.rowTable(r.number)[int(s.first)*ondisk.BlockBytes:])
+	w.v.applyMu.Unlock()
+	le := binary.LittleEndian
+	for i := range n {
+		b := out[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
+		slot := r.number*p.slotsPerRow + (s.first+i)*ondisk.RecordsPerBlock
+		for k := range uint32(ondisk.RecordsPerBlock) {
+			rec := ondisk.BlockRecord(b, int(k))
+			if ondisk.State(rec[ondisk.RecordStateOff]) == ondisk.StateCommitted {
+				le.PutUint32(rec[ondisk.RecordLastHitOff:], atomic.LoadUint32(&p.lastHit[slot+k]))
+				le.PutUint32(rec[ondisk.RecordHitsOff:], atomic.LoadUint32(&p.hits[slot+k]))
+			}
+		}
+		at := ondisk.Locate(w.m.index, s.unit+uint64(i))
+		ondisk.SealTable(b, at, w.v.tag, w.sequence, ondisk.TableID{Pool: uint16(p.id), Row: r.number, Block: s.first + i})
+	}
+	w.blocks += int(n)
+}
+
+func (w *tableWriter) write() error {
+	if w.blocks == 0 {
+		return nil
+	}
+	if err := w.v.err(); err != nil {
+		return err
+	}
+	err := w.m.writeAt(w.buffer[:w.blocks*ondisk.BlockBytes], w.unit)
+	w.blocks = 0
+	return err
+}
+
+// writeCatalog writes the stream into the area that the superblock will name.
+func (v *Volume) writeCatalog(stream []byte, super *ondisk.Superblock) error {
+	first := v.catalogUnit(super.CatalogArea)
+	b := drive.AlignedBuffer(int(super.CatalogBlocks) * ondisk.BlockBytes)
+	for i := range super.CatalogBlocks {
+		payload := stream[int(i)*ondisk.PayloadBytes:]
+		payload = payload[:min(len(payload), ondisk.PayloadBytes)]
+		ondisk.SealCatalog(b[int(i)*ondisk.BlockBytes:], first, i, v.tag, super.CatalogSeq, payload)
+	}
+	return eachMember(v.metadata, func(m *member) error {
+		if len(b) > 0 {
+			if err := m.writeAt(b, first); err != nil {
+				return err
+			}
+		}
+		return m.flush()
+	})
+}
+
+func (v *Volume) catalogUnit(area uint32) uint64 {
+	r := &v.members[0].region
+	return r.CatalogUnit + uint64(area)*r.CatalogBlocks
+}
+
+// writeSuperblock writes the slot that does not hold the last one.
+func (v *Volume) writeSuperblock(super *ondisk.Superblock) error {
+	super.Unit = v.members[0].region.SuperblockUnit + super.Sequence%ondisk.SuperblockSlots
+	b := drive.AlignedBuffer(ondisk.BlockBytes)
+	super.Encode(b)
+	return eachMember(v.metadata, func(m *member) error {
+		if err := m.writeAt(b, super.Unit); err != nil {
+			return err
+		}
+		return m.flush()
+	})
+}
+
+// freeLimbo gives the space of dropped rows back: no durable catalog names them any more.
+func (v *Volume) freeLimbo(rows []*row) {
+	for _, r := range rows {
+		p := r.pool
+		for i, d := range r.drives {
+			v.discards.discard(v.byIndex[d], r.units[i], p.entryUnits)
+		}
+		v.mu.Lock()
+		v.giveBack(p, r)
+		p.numbers[r.number/64] &^= 1 << (r.number % 64)
+		v.catalogBytes -= ondisk.RowEntrySize(v.width)
+		v.limboSegments -= p.rowSegments()
+		v.mu.Unlock()
+		r.dropDone(nil)
+	}
+}
+
+func (r *row) dropDone(err error) {
+	if r.dropped != nil {
+		r.dropped(err)
+	}
+}

@@ -1,0 +1,219 @@
+package extentmap
+
+import (
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+
+	"tuttifs/extentmap/ondisk"
+)
+
+// readBlocks is the largest single read of a record table.
+const readBlocks = 1024
+
+// load brings the volume's state into memory: catalog, record tables, journal. It writes nothing.
+func (v *Volume) load(list []candidate) error {
+	super, err := v.readSuperblock()
+	if err != nil {
+		return err
+	}
+	if err := checkEpochs(list, v.metadataMask(), super); err != nil {
+		return err
+	}
+	v.super = *super
+	v.commits.Store(super.NextCommit)
+	v.head, v.tail, v.chain = super.Tail, super.Tail, super.Chain
+	a := applier{v: v, catalog: true}
+	v.applyMu.Lock()
+	defer v.applyMu.Unlock()
+	stream, err := v.readCatalog(super)
+	if err != nil {
+		return err
+	}
+	if err := ondisk.VisitEntries(stream, &a); err != nil {
+		return fmt.Errorf("%w: catalog: %w", ErrCorrupt, err)
+	}
+	v.catDirty = false
+	v.loadTables(a.loaded)
+	if err := v.replay(super); err != nil {
+		return err
+	}
+	for _, p := range v.pools {
+		for n := range p.highest.Load() {
+			if r := p.byNumber[n].Load(); r != nil {
+				p.deriveFree(r)
+			}
+		}
+	}
+	return nil
+}
+
+// readSuperblock finds the newest superblock on any metadata drive.
+func (v *Volume) readSuperblock() (*ondisk.Superblock, error) {
+	var best *ondisk.Superblock
+	b := make([]byte, ondisk.BlockBytes)
+	for _, m := range v.metadata {
+		for slot := range uint64(ondisk.SuperblockSlots) {
+			unit := m.region.SuperblockUnit + slot
+			if m.readAt(b, unit) != nil {
+				continue
+			}
+			s, err := ondisk.DecodeSuperblock(b, unit, v.uuid)
+			if err == nil && (best == nil || s.Sequence > best.Sequence) {
+				best = s
+			}
+		}
+	}
+	if best == nil {
+		return nil, fmt.Errorf("%w: no superblock on any metadata drive; run tuttifs fsck", ErrCorrupt)
+	}
+	return best, nil
+}
+
+// readCatalog reads the catalog's stream, each block from whichever drive has it right.
+func (v *Volume) readCatalog(super *ondisk.Superblock) ([]byte, error) {
+	if uint64(super.CatalogBlocks) > v.members[0].region.CatalogBlocks {
+		return nil, fmt.Errorf("%w: superblock names a catalog of %d blocks; an area has %d",
+			ErrCorrupt, super.CatalogBlocks, v.members[0].region.CatalogBlocks)
+	}
+	first := v.catalogUnit(super.CatalogArea)
+	var stream []byte
+	copies := make([][]byte, len(v.metadata))
+	for i, m := range v.metadata {
+		b := make([]byte, int(super.CatalogBlocks)*ondisk.BlockBytes)
+		if len(b) == 0 || m.readAt(b, first) == nil {
+			copies[i] = b
+		}
+	}
+	for i := range super.CatalogBlocks {
+		var payload []byte
+		err := fmt.Errorf("%w: unreadable", ErrCorrupt)
+		for _, c := range copies {
+			if c == nil {
+				continue
+			}
+			b := c[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
+			if payload, err = ondisk.OpenCatalog(b, first, i, v.tag, super.CatalogSeq); err == nil {
+				break
+			}
+		}
+		if err != nil {
+			return nil, fmt.Errorf("%w: catalog block %d on no metadata drive: %w; run tuttifs fsck", ErrCorrupt, i, err)
+		}
+		stream = append(stream, payload...)
+	}
+	if uint64(len(stream)) != super.CatalogBytes || ondisk.CRC(stream) != super.CatalogCRC {
+		return nil, fmt.Errorf("%w: catalog does not match the superblock; run tuttifs fsck", ErrCorrupt)
+	}
+	return stream, nil
+}
+
+// loadTables reads the record tables of the catalog's rows, in parallel, straight to where they stay.
+func (v *Volume) loadTables(rows []*row) {
+	var next atomic.Int64
+	var wg sync.WaitGroup
+	var mu sync.Mutex // dirty marks
+	for range min(len(rows), max(4, runtime.GOMAXPROCS(0))) {
+		wg.Go(func() {
+			for {
+				i := int(next.Add(1)) - 1
+				if i >= len(rows) {
+					return
+				}
+				v.loadTable(rows[i], func(block uint32) {
+					mu.Lock()
+					defer mu.Unlock()
+					v.markDirty(rows[i], block)
+				})
+			}
+		})
+	}
+	wg.Wait()
+}
+
+// loadTable reads one row's table: the first copy, and the second of each block of which the first is not right. A
+// block of which neither is right holds no records any more: its files are misses, and it is written anew. The same
+// holds for a single record that is not one.
+func (v *Volume) loadTable(r *row, repair func(block uint32)) {
+	p := r.pool
+	t := p.rowTable(r.number)
+	for first := uint32(0); first < p.tableBlocks; first += readBlocks {
+		n := min(readBlocks, p.tableBlocks-first)
+		part := t[int(first)*ondisk.BlockBytes:][:int(n)*ondisk.BlockBytes]
+		read := v.byIndex[r.tables[0].Drive()].readAt(part, r.tables[0].Unit()+uint64(first)) == nil
+		for i := range n {
+			b := part[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
+			if (!read || v.openTable(b, r, 0, first+i) != nil) && !v.loadSecond(b, r, first+i) {
+				clear(b)
+				v.damaged.Add(1)
+				repair(first + i)
+			}
+			v.checkRecords(b, r, first+i, repair)
+		}
+	}
+}
+
+func (v *Volume) openTable(b []byte, r *row, copy int, block uint32) error {
+	l := r.tables[copy]
+	_, err := ondisk.OpenTable(b, ondisk.Locate(l.Drive(), l.Unit()+uint64(block)), v.tag,
+		ondisk.TableID{Pool: uint16(r.pool.id), Row: r.number, Block: block})
+	return err
+}
+
+// loadSecond reads a block from the second copy. The first is rewritten at the next checkpoint that touches it.
+func (v *Volume) loadSecond(b []byte, r *row, block uint32) bool {
+	l := r.tables[1]
+	return v.byIndex[l.Drive()].readAt(b, l.Unit()+uint64(block)) == nil && v.openTable(b, r, 1, block) == nil
+}
+
+// checkRecords empties what is not a record: damage of one is a miss and spares the others.
+func (v *Volume) checkRecords(b []byte, r *row, block uint32, repair func(uint32)) {
+	for i := range ondisk.RecordsPerBlock {
+		rec := ondisk.BlockRecord(b, i)
+		if !ondisk.ValidRecord(rec) || block*ondisk.RecordsPerBlock+uint32(i) >= r.pool.slotsPerRow && rec[ondisk.RecordStateOff] != 0 {
+			clear(rec)
+			v.damaged.Add(1)
+			repair(block)
+		}
+	}
+}
+
+// replay applies the journal's whole batches in memory.
+func (v *Volume) replay(super *ondisk.Superblock) error {
+	j := v.journal
+	j.Nonce = super.Nonce
+	copies := make([][]byte, len(v.metadata))
+	for i, m := range v.metadata {
+		ring, err := reserve(int(j.Blocks) * ondisk.BlockBytes)
+		if err != nil {
+			return err
+		}
+		defer ring.release()
+		if m.readAt(ring.b, j.First) == nil {
+			copies[i] = ring.b
+		}
+	}
+	a := applier{v: v}
+	scan, err := j.Replay(copies, super.Tail, super.Chain, func(_ uint64, entries []byte) error {
+		return ondisk.VisitEntries(entries, &a)
+	})
+	if err != nil {
+		return fmt.Errorf("%w: journal block %d: %w; run tuttifs fsck", ErrCorrupt, scan.Head, err)
+	}
+	if scan.Damaged {
+		return fmt.Errorf("%w: journal block %d is on no metadata drive, and acknowledged transactions follow it; run tuttifs fsck",
+			ErrCorrupt, scan.Head)
+	}
+	v.head, v.chain = scan.Head, scan.Chain
+	return nil
+}
+
+// metadataMask has a bit for each drive with the metadata role.
+func (v *Volume) metadataMask() uint64 {
+	mask := uint64(0)
+	for _, m := range v.metadata {
+		mask |= 1 << m.index
+	}
+	return mask
+}

@@ -1,0 +1,390 @@
+package extentmap
+
+import (
+	"fmt"
+	"math/bits"
+	"sort"
+	"sync/atomic"
+
+	"tuttifs/drive"
+	"tuttifs/extentmap/ondisk"
+)
+
+// member is one drive of the mounted volume and what its segments are used for. Data rows take segments from the
+// bottom, record tables from the top, so that long runs stay whole in between. Guarded by Volume.mu, but for owner.
+type member struct {
+	dev    drive.Drive
+	index  uint16
+	uuid   [16]byte
+	label  *ondisk.Label // as last written
+	region ondisk.Region
+	shift  int // log2 of the segment's units
+
+	// owner says for each segment whose entry it belongs to: row reference << ownerEntryBits | entry; 0 for none.
+	owner  []atomic.Uint32
+	used   []uint64 // bit per segment: row, record tables, or given back and not yet free
+	free   uint32
+	tables []*tableSegment // highest segment first
+
+	readErrors, writeErrors atomic.Uint64
+}
+
+// tableSegment is a segment that holds record tables.
+type tableSegment struct {
+	number uint32
+	used   []uint64 // bit per unit
+	free   uint32
+}
+
+const ownerEntryBits = 6 // W is at most 64
+
+func newMember(d drive.Drive, l *ondisk.Label) *member {
+	m := &member{
+		dev: d, index: l.Index, uuid: l.Drive, label: l, region: l.Region,
+		shift: bits.TrailingZeros32(l.Region.SegmentUnits),
+		owner: make([]atomic.Uint32, l.Region.Segments),
+		used:  make([]uint64, (l.Region.Segments+63)/64),
+		free:  l.Region.Segments,
+	}
+	if tail := l.Region.Segments % 64; tail != 0 {
+		m.used[len(m.used)-1] = ^uint64(0) << tail
+	}
+	return m
+}
+
+func (m *member) readAt(p []byte, unit uint64) error {
+	err := m.dev.ReadAt(p, int64(unit)*ondisk.BlockBytes)
+	if err != nil {
+		m.readErrors.Add(1)
+	}
+	return err
+}
+
+func (m *member) writeAt(p []byte, unit uint64) error {
+	if err := m.dev.WriteAt(p, int64(unit)*ondisk.BlockBytes); err != nil {
+		m.writeErrors.Add(1)
+		return fmt.Errorf("drive %d (%s): %w", m.index, m.dev.Name(), err)
+	}
+	return nil
+}
+
+func (m *member) flush() error {
+	if err := m.dev.Flush(); err != nil {
+		m.writeErrors.Add(1)
+		return fmt.Errorf("drive %d (%s): flush: %w", m.index, m.dev.Name(), err)
+	}
+	return nil
+}
+
+func (m *member) firstUnit(segment uint32) uint64 {
+	return m.region.SegmentUnit + uint64(segment)<<m.shift
+}
+
+// segmentOf is the segment that holds a unit.
+func (m *member) segmentOf(unit uint64) (uint32, bool) {
+	if unit < m.region.SegmentUnit {
+		return 0, false
+	}
+	s := (unit - m.region.SegmentUnit) >> m.shift
+	return uint32(s), s < uint64(m.region.Segments)
+}
+
+func (m *member) isUsed(segment uint32) bool { return m.used[segment/64]>>(segment%64)&1 != 0 }
+
+func (m *member) setUsed(first, n uint32, used bool) {
+	for s := first; s < first+n; s++ {
+		if used {
+			m.used[s/64] |= 1 << (s % 64)
+			m.free--
+		} else {
+			m.used[s/64] &^= 1 << (s % 64)
+			m.free++
+		}
+	}
+}
+
+// takeRun assigns the lowest aligned run of n (a power of two) free segments.
+func (m *member) takeRun(n uint32) (first uint32, ok bool) {
+	for s := uint32(0); s+n <= m.region.Segments; {
+		if s%64 == 0 && m.used[s/64] == ^uint64(0) {
+			s += max(64, n)
+			continue
+		}
+		if m.runFree(s, n) {
+			m.setUsed(s, n, true)
+			return s, true
+		}
+		s += n
+	}
+	return 0, false
+}
+
+func (m *member) runFree(first, n uint32) bool {
+	for s := first; s < first+n; s++ {
+		if s%64 == 0 && s+64 <= first+n {
+			if m.used[s/64] != 0 {
+				return false
+			}
+			s += 63
+			continue
+		}
+		if m.isUsed(s) {
+			return false
+		}
+	}
+	return true
+}
+
+// claimRun assigns a given run; the catalog or the journal names it.
+func (m *member) claimRun(unit uint64, n uint32) error {
+	s, ok := m.segmentOf(unit)
+	if !ok || unit != m.firstUnit(s) || s%n != 0 || uint64(s)+uint64(n) > uint64(m.region.Segments) {
+		return fmt.Errorf("drive %d: no run of %d segments begins at unit %d", m.index, n, unit)
+	}
+	if !m.runFree(s, n) {
+		return fmt.Errorf("drive %d: segments %d..%d belong to two rows", m.index, s, s+n-1)
+	}
+	m.setUsed(s, n, true)
+	return nil
+}
+
+func (m *member) releaseRun(unit uint64, n uint32) {
+	s, _ := m.segmentOf(unit)
+	m.setUsed(s, n, false)
+}
+
+// takeTable assigns n units for a record table, in a segment that already holds tables if one has room.
+func (m *member) takeTable(n uint32) (unit uint64, ok bool) {
+	for _, t := range m.tables {
+		if t.free >= n {
+			if off, ok := t.findRun(n); ok {
+				t.set(off, n, true)
+				return m.firstUnit(t.number) + uint64(off), true
+			}
+		}
+	}
+	if n > m.region.SegmentUnits {
+		return 0, false
+	}
+	for s := int(m.region.Segments) - 1; s >= 0; s-- {
+		if s%64 == 63 && m.used[s/64] == ^uint64(0) {
+			s -= 63
+			continue
+		}
+		if !m.isUsed(uint32(s)) {
+			t := m.addTableSegment(uint32(s))
+			t.set(0, n, true)
+			return m.firstUnit(t.number), true
+		}
+	}
+	return 0, false
+}
+
+func (m *member) addTableSegment(s uint32) *tableSegment {
+	t := &tableSegment{number: s, used: make([]uint64, (m.region.SegmentUnits+63)/64), free: m.region.SegmentUnits}
+	m.setUsed(s, 1, true)
+	i := sort.Search(len(m.tables), func(i int) bool { return m.tables[i].number < s })
+	m.tables = append(m.tables, nil)
+	copy(m.tables[i+1:], m.tables[i:])
+	m.tables[i] = t
+	return t
+}
+
+func (m *member) tableSegment(s uint32) *tableSegment {
+	i := sort.Search(len(m.tables), func(i int) bool { return m.tables[i].number <= s })
+	if i < len(m.tables) && m.tables[i].number == s {
+		return m.tables[i]
+	}
+	return nil
+}
+
+// claimTable assigns a given place to a record table.
+func (m *member) claimTable(unit uint64, n uint32) error {
+	s, ok := m.segmentOf(unit)
+	off := unit - m.firstUnit(s)
+	if !ok || n == 0 || off+uint64(n) > uint64(m.region.SegmentUnits) {
+		return fmt.Errorf("drive %d: no record table of %d blocks fits at unit %d", m.index, n, unit)
+	}
+	t := m.tableSegment(s)
+	if t == nil {
+		if m.isUsed(s) {
+			return fmt.Errorf("drive %d: segment %d belongs to a row and to a record table", m.index, s)
+		}
+		t = m.addTableSegment(s)
+	}
+	if !t.isFree(uint32(off), n) {
+		return fmt.Errorf("drive %d: two record tables at unit %d", m.index, unit)
+	}
+	t.set(uint32(off), n, true)
+	return nil
+}
+
+// releaseTable gives a table's units back, and the segment when it was the last in it.
+func (m *member) releaseTable(unit uint64, n uint32) {
+	s, _ := m.segmentOf(unit)
+	t := m.tableSegment(s)
+	t.set(uint32(unit-m.firstUnit(s)), n, false)
+	if t.free == m.region.SegmentUnits {
+		i := sort.Search(len(m.tables), func(i int) bool { return m.tables[i].number <= s })
+		m.tables = append(m.tables[:i], m.tables[i+1:]...)
+		m.setUsed(s, 1, false)
+	}
+}
+
+func (t *tableSegment) set(off, n uint32, used bool) {
+	for u := off; u < off+n; u++ {
+		if used {
+			t.used[u/64] |= 1 << (u % 64)
+			t.free--
+		} else {
+			t.used[u/64] &^= 1 << (u % 64)
+			t.free++
+		}
+	}
+}
+
+func (t *tableSegment) isFree(off, n uint32) bool {
+	for u := off; u < off+n; u++ {
+		if t.used[u/64]>>(u%64)&1 != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+func (t *tableSegment) findRun(n uint32) (off uint32, ok bool) {
+	run, end := uint32(0), uint32(len(t.used)*64)
+	for u := uint32(0); u < end; u++ {
+		if u%64 == 0 && t.used[u/64] == ^uint64(0) {
+			u += 63
+			run = 0
+			continue
+		}
+		if t.used[u/64]>>(u%64)&1 != 0 {
+			run = 0
+			continue
+		}
+		if run++; run == n {
+			return u + 1 - n, true
+		}
+	}
+	return 0, false
+}
+
+// rowSegments is what one row of the pool takes, record tables aside.
+func (p *Pool) rowSegments() uint64 { return uint64(p.v.width) << p.shift }
+
+// owedSegments is what the minimums of all pools but one still need: rows and their record tables. Volume.mu.
+func (v *Volume) owedSegments(but *Pool) uint64 {
+	segments, units := uint64(0), uint64(0)
+	for _, p := range v.pools {
+		if p == but {
+			continue
+		}
+		rows, have := (p.limits.minBytes+p.rowBytes()-1)/p.rowBytes(), uint64(p.rowCount)
+		if rows > have {
+			segments += (rows - have) * p.rowSegments()
+			units += (rows - have) * 2 * uint64(p.tableBlocks)
+		}
+	}
+	return segments + (units+uint64(v.segmentUnits)-1)/uint64(v.segmentUnits)
+}
+
+func (v *Volume) freeSegments() uint64 {
+	n := uint64(0)
+	for _, m := range v.members {
+		n += uint64(m.free)
+	}
+	return n
+}
+
+// takeRow assigns W entries and two record tables to a row that is not yet anywhere else. Volume.mu.
+func (v *Volume) takeRow(p *Pool, r *row) error {
+	n := uint32(1) << p.shift
+	order := append([]*member(nil), v.members...)
+	sort.SliceStable(order, func(i, j int) bool { return order[i].free > order[j].free })
+	// Each round takes at most one entry from each drive, so drives are distinct where there are enough.
+	for len(r.units) < v.width {
+		took := false
+		for _, m := range order {
+			if len(r.units) == v.width {
+				break
+			}
+			if s, ok := m.takeRun(n); ok {
+				r.drives, r.units, took = append(r.drives, m.index), append(r.units, m.firstUnit(s)), true
+			}
+		}
+		if !took {
+			v.giveBack(p, r)
+			return fmt.Errorf("%w: no %d free runs of %d segments", ErrNoSpace, v.width, n)
+		}
+	}
+	for c := range r.tables {
+		if !v.takeTableCopy(p, r, c) {
+			v.giveBack(p, r)
+			return fmt.Errorf("%w: no room for a record table", ErrNoSpace)
+		}
+	}
+	return nil
+}
+
+// takeTableCopy places copy c: on the row's own drives, rotating from row to row, never on the drive of the other copy
+// if the volume has another one.
+func (v *Volume) takeTableCopy(p *Pool, r *row, c int) bool {
+	try := func(index uint16) bool {
+		if c == 1 && len(v.members) > 1 && index == r.tables[0].Drive() {
+			return false
+		}
+		unit, ok := v.byIndex[index].takeTable(p.tableBlocks)
+		if ok {
+			r.tables[c] = ondisk.Locate(index, unit)
+		}
+		return ok
+	}
+	for i := range r.drives {
+		if try(r.drives[(int(r.number)+c+i)%len(r.drives)]) {
+			return true
+		}
+	}
+	for _, m := range v.members {
+		if try(m.index) {
+			return true
+		}
+	}
+	return false
+}
+
+// claimRow assigns what the medium says that a row has.
+func (v *Volume) claimRow(p *Pool, r *row) error {
+	for i, d := range r.drives {
+		m := v.byIndex[d]
+		if m == nil {
+			return fmt.Errorf("entry %d is on drive %d, which is no member", i, d)
+		}
+		if err := m.claimRun(r.units[i], 1<<p.shift); err != nil {
+			return err
+		}
+	}
+	for _, t := range r.tables {
+		m := v.byIndex[min(t.Drive(), ondisk.MaxDrives-1)]
+		if m == nil || m.index != t.Drive() {
+			return fmt.Errorf("record table on drive %d, which is no member", t.Drive())
+		}
+		if err := m.claimTable(t.Unit(), p.tableBlocks); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// giveBack frees a row's segments and tables, as far as it has any.
+func (v *Volume) giveBack(p *Pool, r *row) {
+	for i, d := range r.drives {
+		v.byIndex[d].releaseRun(r.units[i], 1<<p.shift)
+	}
+	for _, t := range r.tables {
+		if t != ondisk.NoLocator {
+			v.byIndex[t.Drive()].releaseTable(t.Unit(), p.tableBlocks)
+		}
+	}
+}
