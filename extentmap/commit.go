@@ -81,7 +81,7 @@ func (t *Transaction) Submit(done func(err error)) (*Ticket, error) {
 		return nil, err
 	}
 	t.done = done
-	ticket := &Ticket{done: make(chan struct{})}
+	ticket := NewTicket()
 	t.ticket = ticket
 	v.queueMu.Lock()
 	defer v.queueMu.Unlock()
@@ -184,7 +184,7 @@ func (c *commit) run(batch []*Transaction) {
 		if t.done != nil {
 			t.done(errs[i])
 		}
-		t.ticket.complete(errs[i])
+		t.ticket.Complete(errs[i])
 	}
 }
 

@@ -1,18 +1,17 @@
 package extentmap
 
-// Ticket is the completion of something durable.
+// Ticket is the completion of something durable. Who promises it makes it with NewTicket and calls Complete exactly once;
+// gpufile makes tickets of its own for what spans several transactions.
 type Ticket struct {
 	done chan struct{}
-	err  error // valid once done is closed
+	err  error // written before done is closed, read after
 }
 
-// NewTicket makes a ticket and the function that completes it, to be called once.
-func NewTicket() (*Ticket, func(error)) {
-	t := &Ticket{done: make(chan struct{})}
-	return t, t.complete
-}
+// NewTicket returns a ticket that is not done.
+func NewTicket() *Ticket { return &Ticket{done: make(chan struct{})} }
 
-func (t *Ticket) complete(err error) {
+// Complete tells everyone who waits; nil means durable.
+func (t *Ticket) Complete(err error) {
 	t.err = err
 	close(t.done)
 }
@@ -20,7 +19,7 @@ func (t *Ticket) complete(err error) {
 // Done is closed when the change is durable or has failed; Err is valid then.
 func (t *Ticket) Done() <-chan struct{} { return t.done }
 
-// Err is the outcome; nil while the ticket is not done.
+// Err is nil until the ticket is done, then the outcome.
 func (t *Ticket) Err() error {
 	select {
 	case <-t.done:
@@ -30,7 +29,7 @@ func (t *Ticket) Err() error {
 	}
 }
 
-// Wait blocks until the ticket is done. No caller that must stay interruptible uses it.
+// Wait blocks until the ticket is done. Nobody who must stay interruptible uses it.
 func (t *Ticket) Wait() error {
 	<-t.done
 	return t.err
@@ -38,7 +37,7 @@ func (t *Ticket) Wait() error {
 
 // doneTicket is a ticket of something that needed no waiting.
 func doneTicket(err error) *Ticket {
-	t := &Ticket{done: make(chan struct{})}
-	t.complete(err)
+	t := NewTicket()
+	t.Complete(err)
 	return t
 }

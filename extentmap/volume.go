@@ -590,8 +590,8 @@ func (p *Pool) DropRow(number uint32) (*Ticket, error) {
 		p.countFree(r, uint32(residue), -int32(n))
 	}
 	p.mu.Unlock()
-	ticket, complete := NewTicket()
-	r.dropped = complete
+	ticket := NewTicket()
+	r.dropped = ticket.Complete
 	t := v.Begin()
 	t.buf = (&ondisk.DropRow{Pool: uint16(p.id), Number: number}).Append(t.buf)
 	undo := func() {
@@ -605,7 +605,7 @@ func (p *Pool) DropRow(number uint32) (*Ticket, error) {
 	_, err := t.Submit(func(err error) {
 		if err != nil {
 			undo()
-			complete(err)
+			ticket.Complete(err)
 		}
 	})
 	if err != nil {

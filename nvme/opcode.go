@@ -123,3 +123,10 @@ type DSMRange struct {
 	Blocks  uint32
 	LBA     uint64
 }
+
+// Asynchronous events (Base 2.0 figures 145 and 146): completion DW0 is type, information << 8 and log page << 16.
+const (
+	AsyncTypeError       = 0
+	AsyncInvalidDoorbell = 0 // a doorbell of no queue
+	AsyncInvalidValue    = 1 // a value that the doorbell cannot take
+)

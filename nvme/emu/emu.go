@@ -1,15 +1,40 @@
-// Package emu is the virtual NVMe controller: registers, admin queue, I/O queues, in front of a file, a block device or memory.
-// It believes nothing that it has not copied. It serves queue pairs in shared memory of other processes; it is spec-abiding, so that a driver's start-up runs against it.
+// Package emu is the virtual NVMe controller: registers, admin queue and I/O queues in front of a file, a block device or
+// memory. It serves queue pairs in shared memory of other processes and believes nothing that it has not copied; it
+// abides by the specification, so that a driver's start-up runs against it.
+//
+// A Controller is one controller with one namespace. I/O queues come to it in two ways: Attach takes queue memory that
+// the owner made for a session and that a Poller of the owner's serves; a driver creates others through the registers
+// and the admin queue, and they are served by the controller's own poller. Either way a queue is owned by exactly one
+// poller, and everything private of it (heads, tails, phase, commands) is guarded by that poller's lock.
+//
+// Lock order: Controller.mu, Poller.mu, then the leaves Controller.log.mu and workers.mu. Authority and fault hooks are
+// called with Poller.mu held and must not call back into the package.
 package emu
 
 import (
-	"time"
+	"errors"
+	"fmt"
+	"math/bits"
+	"sync"
+	"sync/atomic"
 
 	"tuttifs/drive"
 	"tuttifs/nvme"
 )
 
-// Memory translates I/O addresses of one session. An address is region base + offset; nil means not mapped. Implementations are immutable once in use.
+var (
+	// ErrConfig: a configuration that no controller or poller can have.
+	ErrConfig = errors.New("emu: configuration")
+	// ErrQueues: no more queues can be attached.
+	ErrQueues = errors.New("emu: too many queues")
+	// ErrQuiesce: commands were still in flight at the deadline. The queue fetches nothing any more; ask again.
+	ErrQuiesce = errors.New("emu: commands still in flight at the deadline")
+	// ErrBackend: a backend that was demanded is not to be had here.
+	ErrBackend = errors.New("emu: backend")
+)
+
+// Memory translates I/O addresses of one session. An address is region base + offset; nil means not mapped.
+// Implementations are immutable once in use.
 type Memory interface {
 	Translate(iova uint64, n uint32) []byte
 }
@@ -21,35 +46,118 @@ type Access struct {
 	Ref   any    // must be a pointer type, so that no allocation happens
 }
 
-// Authority decides about each I/O command. lba and n are in 4-KiB units of the drive, whatever its LBA size; unaligned commands are refused before.
+// Authority decides about each I/O command. lba and n are in 4-KiB units of the drive, whatever its LBA size; unaligned
+// commands are refused before. Authorize is called right before data moves; Complete exactly once for every grant,
+// after the last byte has moved and before the executor sees the completion.
 type Authority interface {
 	Authorize(write bool, driveIndex uint16, unit uint64, units uint32) (Access, bool)
 	Complete(a Access, ok bool)
 }
 
-// Config of a controller.
+// Limits and defaults of Config.
+const (
+	MDTSMax         = 13 // 32 MiB
+	MDTSDefault     = 9  // 2 MiB
+	QueuesDefault   = 1024
+	PageBytes       = nvme.PageBytes
+	QueueEntriesMax = nvme.QueueEntriesMax
+)
+
+// Config of a controller. Zero values of the limits take the defaults above.
 type Config struct {
 	Drive        drive.Drive
 	Index        uint16 // the drive's index in its volume
 	MDTS         uint8  // power of two of 4 KiB; 9 is 2 MiB
 	QueueEntries uint32 // CAP.MQES+1, at most 4096
-	Queues       uint16 // I/O queue pairs supported
+	Queues       uint16 // I/O queue pairs supported, in each of the two ways
 	SGL          bool   // Identify says that SGLs are supported (PRPs always are)
 	InOrder      bool   // complete in order (by default it does not)
+	ReadOnly     bool   // the namespace is write protected
 	Serial       string
+	Model        *Model // the bandwidth of a modelled drive; nil is as fast as the backend
 }
 
-// Controller is one virtual controller with one namespace.
-type Controller struct{ _ int }
+// Controller is one virtual controller with one namespace. Methods are safe for concurrent use.
+type Controller struct {
+	cfg      Config
+	drive    drive.Drive
+	bytes    []byte // a memory drive's storage
+	fd       int
+	lbaShift uint8
+	blocks   uint64 // namespace size
+	dataMax  uint32 // bytes of one command
+	memAlign uintptr
 
-func New(c Config) (*Controller, error) { panic("stub") }
+	faults       atomic.Pointer[func(*nvme.SQE) *Fault]
+	writeThrough atomic.Bool // the volatile write cache is disabled by feature 06h
+	stats        counters
+	log          errorLog
+	model        modelState
+	measure      sync.Once
+	measured     Backend
+	measuredWhy  string
 
-// ReadRegister and WriteRegister are the BAR: offsets of Base 2.0 section 3.1.3, doorbells from 0x1000 with stride 4.
-func (c *Controller) ReadRegister(off uint32, size int) uint64     { panic("stub") }
-func (c *Controller) WriteRegister(off uint32, v uint64, size int) { panic("stub") }
+	mu       sync.Mutex
+	attached map[*Queue]struct{}
+	nextID   uint16
+	regs     registers
+	host     Memory
+	admin    *admin // while enabled
+}
 
-// SetHostMemory is where admin queues and admin data live (the driver's own address space).
-func (c *Controller) SetHostMemory(m Memory) { panic("stub") }
+// New makes a controller in front of c.Drive, which it does not close.
+func New(c Config) (*Controller, error) {
+	if c.MDTS == 0 {
+		c.MDTS = MDTSDefault
+	}
+	if c.QueueEntries == 0 {
+		c.QueueEntries = QueueEntriesMax
+	}
+	if c.Queues == 0 {
+		c.Queues = QueuesDefault
+	}
+	var problems []error
+	bad := func(format string, args ...any) {
+		problems = append(problems, fmt.Errorf("%w: "+format, append([]any{ErrConfig}, args...)...))
+	}
+	if c.MDTS > MDTSMax {
+		bad("MDTS %d, at most %d (4 KiB << %d)", c.MDTS, MDTSMax, MDTSMax)
+	}
+	if c.QueueEntries < 2 || c.QueueEntries > QueueEntriesMax {
+		bad("queues of %d entries, want 2 to %d", c.QueueEntries, QueueEntriesMax)
+	}
+	if c.Queues == 0xffff {
+		bad("%d queues, at most 65534", c.Queues)
+	}
+	if c.Model != nil {
+		problems = append(problems, c.Model.Validate())
+	}
+	if c.Drive == nil {
+		bad("no drive")
+		return nil, errors.Join(problems...)
+	}
+	lba := c.Drive.LBABytes()
+	if lba != 512 && lba != 1024 && lba != 2048 && lba != 4096 {
+		bad("drive %s: LBA of %d bytes, want 512 to 4096", c.Drive.Name(), lba)
+	}
+	if size := c.Drive.Size(); size <= 0 || size%PageBytes != 0 {
+		bad("drive %s: %d bytes, want a positive multiple of %d", c.Drive.Name(), size, PageBytes)
+	}
+	if err := errors.Join(problems...); err != nil {
+		return nil, err
+	}
+	ct := &Controller{
+		cfg: c, drive: c.Drive, bytes: c.Drive.Bytes(), fd: c.Drive.Fd(),
+		lbaShift: uint8(bits.TrailingZeros(uint(lba))),
+		dataMax:  PageBytes << c.MDTS, memAlign: 1, attached: map[*Queue]struct{}{},
+	}
+	ct.blocks = uint64(c.Drive.Size()) >> ct.lbaShift
+	if c.Drive.Direct() {
+		ct.memAlign = uintptr(lba)
+	}
+	ct.regs.reset(ct)
+	return ct, nil
+}
 
 // QueueConfig attaches an I/O queue pair whose memory the daemon made for a session.
 type QueueConfig struct {
@@ -58,71 +166,78 @@ type QueueConfig struct {
 	Authority Authority // nil allows everything (a trusted driver)
 }
 
-// Queue is an attached queue pair.
-type Queue struct{ _ int }
-
 // Attach registers a queue pair; it is served by the Poller it is added to.
-func (c *Controller) Attach(q QueueConfig) (*Queue, error) { panic("stub") }
-
-// Quiesce stops fetching from the queue, waits until no command of it is in flight (bounded by the deadline), and detaches it. After it returns nil
-// nothing of this queue touches memory or drive any more.
-func (q *Queue) Quiesce(deadline time.Time) error { panic("stub") }
-
-// Dead says that the queue was killed for a bad doorbell; other queues go on.
-func (q *Queue) Dead() bool { panic("stub") }
-
-// Backend names the way to the drive.
-type Backend string
-
-const (
-	Auto  Backend = ""      // memory for memory drives, else the faster of the two measured
-	URing Backend = "uring" // io_uring by raw system calls
-	Pread Backend = "pread" // a pool of preadv/pwritev workers
-)
-
-// PollerConfig of one polling thread (one or more per session).
-type PollerConfig struct {
-	Backend Backend
-	// Armed is a count in shared memory that the executor raises before it rings and lowers when its work is done. While it is not zero
-	// the poller naps at most 50 us; at zero it sleeps on Wake.
-	Armed *uint32
-	// Wake is a futex word in shared memory: the poller stores 1 and sleeps; the executor, after raising Armed, swaps in 0 and wakes if it was 1.
-	Wake *uint32
-	// Spin before napping; 0 means 20 us.
-	Spin time.Duration
+func (c *Controller) Attach(qc QueueConfig) (*Queue, error) {
+	if err := qc.Memory.Validate(); err != nil {
+		return nil, err
+	}
+	if qc.DMA == nil {
+		return nil, fmt.Errorf("%w: a queue needs a DMA memory", ErrConfig)
+	}
+	if len(qc.Memory.SQ) > int(c.cfg.QueueEntries) {
+		return nil, fmt.Errorf("%w: a queue of %d entries, the controller's limit is %d",
+			ErrConfig, len(qc.Memory.SQ), c.cfg.QueueEntries)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.attached) >= int(c.cfg.Queues) {
+		return nil, fmt.Errorf("%w: %d are attached, the controller's limit", ErrQueues, len(c.attached))
+	}
+	c.nextID++
+	if c.nextID == 0 {
+		c.nextID = 1
+	}
+	cq := &completionQueue{id: c.nextID, entries: qc.Memory.CQ, headBell: qc.Memory.CQHead, phase: 1}
+	q := newQueue(c, c.nextID, qc.Memory.SQ, qc.Memory.SQTail, cq, qc.DMA, qc.Authority)
+	c.attached[q] = struct{}{}
+	return q, nil
 }
 
-// Poller serves queues on one OS thread.
-type Poller struct{ _ int }
-
-func NewPoller(c PollerConfig) (*Poller, error) { panic("stub") }
-func (p *Poller) Add(q *Queue)                  { panic("stub") }
-
-// Step serves what is there and returns the number of commands fetched and completed: the inner loop, also for benches that run both sides on one core.
-func (p *Poller) Step() int { panic("stub") }
-
-// Run loops until Stop; it locks its OS thread.
-func (p *Poller) Run()  { panic("stub") }
-func (p *Poller) Stop() { panic("stub") }
+func (c *Controller) detach(q *Queue) {
+	c.mu.Lock()
+	delete(c.attached, q)
+	c.mu.Unlock()
+}
 
 // Stats are monotonic counters of a controller.
 type Stats struct {
 	Reads, Writes, Flushes, Errors, Refused uint64
 	BytesRead, BytesWritten                 uint64
 	QueuesKilled                            uint64
-	BusyNanoseconds                         uint64 // CPU time spent by pollers in Step that found work
+	BusyNanoseconds                         uint64 // time spent by pollers in Step that found work
 }
 
-func (c *Controller) Stats() Stats { panic("stub") }
-
-// Faults are injected by tests: consulted for every I/O command.
-type Fault struct {
-	Status uint16        // complete with this status field instead of serving
-	Delay  time.Duration // complete later
-	Drop   bool          // never complete
-	Double bool          // complete twice
-	Short  uint32        // transfer this many bytes only, then report a data transfer error
+// counters are what pollers add to, once a batch. Reads and writes count commands that moved their data; Errors those
+// that completed with any other status than success; Refused those of them that the authority denied.
+type counters struct {
+	reads, writes, flushes, errors, refused atomic.Uint64
+	bytesRead, bytesWritten                 atomic.Uint64
+	killed, busy                            atomic.Uint64
 }
 
-// SetFaults installs a hook (nil removes it).
-func (c *Controller) SetFaults(f func(sqe *nvme.SQE) *Fault) { panic("stub") }
+// Stats returns the counters; each is exact, together they are not a snapshot.
+func (c *Controller) Stats() Stats {
+	s := &c.stats
+	return Stats{
+		Reads: s.reads.Load(), Writes: s.writes.Load(), Flushes: s.flushes.Load(), Errors: s.errors.Load(),
+		Refused: s.refused.Load(), BytesRead: s.bytesRead.Load(), BytesWritten: s.bytesWritten.Load(),
+		QueuesKilled: s.killed.Load(), BusyNanoseconds: s.busy.Load(),
+	}
+}
+
+// add moves a queue's private counts into the controller's.
+func (s *counters) add(t *Stats) {
+	for _, p := range [...]struct {
+		to *atomic.Uint64
+		n  uint64
+	}{
+		{&s.reads, t.Reads}, {&s.writes, t.Writes}, {&s.flushes, t.Flushes}, {&s.errors, t.Errors},
+		{&s.refused, t.Refused}, {&s.bytesRead, t.BytesRead}, {&s.bytesWritten, t.BytesWritten},
+		{&s.busy, t.BusyNanoseconds},
+	} {
+		if p.n != 0 {
+			p.to.Add(p.n)
+		}
+	}
+	*t = Stats{}
+}

@@ -1,0 +1,150 @@
+package emu
+
+import (
+	"fmt"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tuttifs/nvme"
+)
+
+// The comparison that Auto makes: reads of one size at one depth, spread over the drive, both ways in turns.
+const (
+	measureReads  = 64
+	measureBytes  = 64 << 10
+	measureDepth  = 16 // commands in flight; the queue has twice the entries
+	measureRounds = 2
+	measureLimit  = 300 * time.Millisecond // per way and round
+)
+
+// choose is the way to the drive for a poller that wants one, and why.
+func (c *Controller) choose(want Backend) (Backend, string) {
+	switch {
+	case c.bytes != nil:
+		return inline, "a memory drive"
+	case c.fd < 0:
+		return Pread, "the drive has no descriptor"
+	case want != Auto:
+		return want, "configured"
+	}
+	c.measure.Do(func() { c.measured, c.measuredWhy = c.compare() })
+	return c.measured, c.measuredWhy
+}
+
+// compare measures both ways on the drive itself. It only reads.
+func (c *Controller) compare() (Backend, string) {
+	if c.drive.Size() < measureBytes {
+		return Pread, "the drive is too small to measure"
+	}
+	var best [2]time.Duration
+	for range measureRounds {
+		for i, b := range [...]Backend{URing, Pread} {
+			d, err := c.timeReads(b)
+			if err != nil && b == URing {
+				return Pread, fmt.Sprintf("no io_uring: %v", err)
+			}
+			if err != nil {
+				return URing, fmt.Sprintf("pread could not be measured: %v", err)
+			}
+			if best[i] == 0 || d < best[i] {
+				best[i] = d
+			}
+		}
+	}
+	why := fmt.Sprintf("measured: %d reads of %d KiB took %v by io_uring, %v by preadv",
+		measureReads, measureBytes>>10, best[0].Round(time.Microsecond), best[1].Round(time.Microsecond))
+	if best[0] <= best[1] {
+		return URing, why
+	}
+	return Pread, why
+}
+
+// flat is a Memory of one region from address 0.
+type flat []byte
+
+func (m flat) Translate(iova uint64, n uint32) []byte {
+	if iova > uint64(len(m)) || uint64(n) > uint64(len(m))-iova {
+		return nil
+	}
+	return m[iova : iova+uint64(n)]
+}
+
+// timeReads reads through a queue of its own.
+func (c *Controller) timeReads(b Backend) (time.Duration, error) {
+	queueBytes := nvme.QueueBytes(2 * measureDepth)
+	mem, err := unix.Mmap(-1, 0, queueBytes+measureDepth*measureBytes,
+		unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_POPULATE)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { _ = unix.Munmap(mem) }()
+	qm, err := nvme.MapQueue(mem, 2*measureDepth)
+	if err != nil {
+		return 0, err
+	}
+	cfg := c.cfg
+	cfg.Model, cfg.SGL, cfg.InOrder, cfg.MDTS = nil, true, false, MDTSDefault
+	private, err := New(cfg)
+	if err != nil {
+		return 0, err
+	}
+	p, err := NewPoller(PollerConfig{Backend: b})
+	if err != nil {
+		return 0, err
+	}
+	defer p.Stop()
+	q, err := private.Attach(QueueConfig{Memory: qm, DMA: flat(mem[queueBytes:])})
+	if err != nil {
+		return 0, err
+	}
+	p.Add(q)
+	return private.drain(p, qm)
+}
+
+// drain runs the reads of timeReads to their end.
+func (c *Controller) drain(p *Poller, qm nvme.QueueMemory) (time.Duration, error) {
+	blocks := uint32(measureBytes >> c.lbaShift)
+	places := c.blocks / uint64(blocks)
+	start := time.Now()
+	sent, done, head, phase := 0, 0, uint32(0), uint16(1)
+	free := make([]uint16, 0, measureDepth)
+	for i := range uint16(measureDepth) {
+		free = append(free, i)
+	}
+	n := uint32(len(qm.SQ))
+	for done < measureReads {
+		for ; len(free) > 0 && sent < measureReads; sent++ {
+			cid := free[len(free)-1]
+			free = free[:len(free)-1]
+			e := &qm.SQ[uint32(sent)%n]
+			lba := uint64(sent) * (places / measureReads) % places * uint64(blocks)
+			nvme.BuildRW(e, false, cid, 1, lba, blocks)
+			if err := e.SetSGL(uint64(cid)*measureBytes, measureBytes); err != nil {
+				return 0, err
+			}
+		}
+		atomic.StoreUint32(qm.SQTail, uint32(sent)%n)
+		p.Step()
+		for {
+			cid, st, ok := qm.CQ[head].Poll(phase)
+			if !ok {
+				break
+			}
+			if !st.OK() {
+				return 0, st
+			}
+			free = append(free, cid)
+			done++
+			if head++; head == n {
+				head, phase = 0, phase^1
+			}
+		}
+		atomic.StoreUint32(qm.CQHead, head)
+		if time.Since(start) > measureLimit {
+			return measureLimit * measureReads / time.Duration(max(done, 1)), nil
+		}
+	}
+	return time.Since(start), nil
+}

@@ -1,0 +1,115 @@
+package emu
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/drive"
+	"tuttifs/nvme"
+)
+
+func words(b []byte) []uint64 {
+	return unsafe.Slice((*uint64)(unsafe.Pointer(&b[0])), len(b)/8)
+}
+
+func fill(b []byte, seed uint64) {
+	r := rand.New(rand.NewPCG(seed, 1))
+	for i := range b {
+		b[i] = byte(r.Uint32())
+	}
+}
+
+func TestReadBackMemory(t *testing.T) {
+	h := newHost(t, Config{Drive: memoryDrive(t, 8<<20)}, 16, 4<<20)
+	fill(h.dma[:64<<10], 1)
+	bs := uint32(1) << h.c.lbaShift
+	require.True(t, h.do(h.rw(true, 7, 3, 64<<10/bs, 0)).OK())
+	require.True(t, h.do(h.rw(false, 8, 3, 64<<10/bs, 1<<20)).OK())
+	require.True(t, bytes.Equal(h.dma[:64<<10], h.dma[1<<20:][:64<<10]))
+	s := h.c.Stats()
+	require.Equal(t, uint64(1), s.Reads)
+	require.Equal(t, uint64(64<<10), s.BytesWritten)
+}
+
+func fileDrive(t testing.TB, size int64) drive.Drive {
+	t.Helper()
+	dir, err := os.MkdirTemp(".", "drive-")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	path := filepath.Join(dir, "d")
+	require.NoError(t, drive.Create(path, size))
+	d, err := drive.Open(path, drive.Options{})
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = d.Close() })
+	return d
+}
+
+// Every way to the drive moves the same bytes, aligned or not.
+func TestBackendsMoveTheSameBytes(t *testing.T) {
+	for _, b := range []Backend{URing, Pread, Auto} {
+		t.Run("backend "+string(b), func(t *testing.T) {
+			d := fileDrive(t, 16<<20)
+			c, err := New(Config{Drive: d, SGL: true})
+			require.NoError(t, err)
+			p, err := NewPoller(PollerConfig{Backend: b})
+			if b == URing && err != nil {
+				t.Skip(err)
+			}
+			require.NoError(t, err)
+			t.Cleanup(p.Stop)
+			h := attachHost(t, c, p, nil, 64, 8<<20)
+			bs := uint32(1) << h.c.lbaShift
+			fill(h.dma[:2<<20], 2)
+			for i, off := range []uint64{0, 4096, 12, 516} {
+				for _, n := range []uint32{4096, 128 << 10, 2<<20 - 4096} {
+					lba := uint64(i) * 4096
+					require.Equal(t, nvme.Success, h.do(h.rw(true, 1, lba, n/bs, off)))
+					require.Equal(t, nvme.Success, h.do(h.rw(false, 2, lba, n/bs, 4<<20+off)))
+					require.True(t, bytes.Equal(h.dma[off:][:n], h.dma[4<<20+off:][:n]), "offset %d, %d bytes", off, n)
+					clear(h.dma[4<<20 : 6<<20+4096])
+				}
+			}
+			var e nvme.SQE
+			nvme.BuildFlush(&e, 3, 1)
+			require.True(t, h.do(e).OK())
+			e = h.rw(true, 4, 0, 8, 0)
+			e.CDW12 |= nvme.RWForceUnit
+			require.True(t, h.do(e).OK())
+			got, why := h.q.Backend()
+			t.Log(got, why)
+			require.NoError(t, h.q.Quiesce(time.Now().Add(time.Second)))
+		})
+	}
+}
+
+func TestRunAndQuiesce(t *testing.T) {
+	var armed, wake uint32
+	c, err := New(Config{Drive: memoryDrive(t, 8<<20)})
+	require.NoError(t, err)
+	p, err := NewPoller(PollerConfig{Armed: &armed, Wake: &wake})
+	require.NoError(t, err)
+	go p.Run()
+	t.Cleanup(p.Stop)
+	h := attachHost(t, c, p, nil, 16, 1<<20)
+	for i := range 200 {
+		var e nvme.SQE
+		nvme.BuildFlush(&e, uint16(i), 1)
+		h.put(e)
+		h.ring()
+		nvme.Wake(&wake)
+		for len(h.reap()) == 0 {
+			time.Sleep(time.Microsecond)
+		}
+		if i%50 == 0 {
+			time.Sleep(2 * time.Millisecond) // long enough to fall asleep
+		}
+	}
+	require.NoError(t, h.q.Quiesce(time.Now().Add(time.Second)))
+}

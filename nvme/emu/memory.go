@@ -1,0 +1,30 @@
+package emu
+
+import (
+	"encoding/binary"
+)
+
+// inline is the way to a memory drive: the poller copies.
+const inline Backend = "memory"
+
+// serveMemory moves a read or write between a memory drive and the executor. A flush has nothing to do.
+func (c *command) serveMemory() {
+	if c.kind == doFlush {
+		return
+	}
+	store := c.queue.controller.bytes[c.off : c.off+int64(c.n)]
+	for i := range c.data.list {
+		n := int(c.data.list[i].Len)
+		if c.data.list[i].Base != nil {
+			if c.kind == doRead {
+				copy(c.data.bytesAt(i), store[:n])
+			} else {
+				copy(store[:n], c.data.bytesAt(i))
+			}
+		}
+		store = store[n:]
+	}
+}
+
+func le32(b []byte) uint32 { return binary.LittleEndian.Uint32(b) }
+func le64(b []byte) uint64 { return binary.LittleEndian.Uint64(b) }

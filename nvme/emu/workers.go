@@ -1,0 +1,264 @@
+package emu
+
+import (
+	"errors"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"tuttifs/drive"
+	"tuttifs/nvme"
+)
+
+// workersMax is how many commands of one poller block in system calls at a time.
+const workersMax = 16
+
+// iovMax is the kernel's limit of segments of one system call (UIO_MAXIOV).
+const iovMax = 1024
+
+// workers serve what may block: everything that is not a plain read or write, whatever direct I/O does not take as it
+// is, and all of it where io_uring is not used. They start when there is work and end with stop.
+type workers struct {
+	mu      sync.Mutex
+	wake    sync.Cond
+	first   *command // queued, oldest first
+	last    *command
+	queued  int
+	idle    int
+	running int
+	closed  bool
+	all     sync.WaitGroup
+
+	done  atomic.Pointer[command] // finished, newest first; the poller takes the whole list
+	event *uint32                 // wakes the poller from its nap
+}
+
+func newWorkers(event *uint32) *workers {
+	w := &workers{event: event}
+	w.wake.L = &w.mu
+	return w
+}
+
+// submit hands over a command; it never blocks on I/O.
+func (w *workers) submit(c *command) {
+	c.next = nil
+	w.mu.Lock()
+	if w.last == nil {
+		w.first = c
+	} else {
+		w.last.next = c
+	}
+	w.last = c
+	w.queued++
+	switch {
+	case w.idle >= w.queued:
+		w.wake.Signal()
+	case w.running < workersMax:
+		w.running++
+		w.all.Add(1)
+		go w.run()
+	}
+	w.mu.Unlock()
+}
+
+func (w *workers) run() {
+	defer w.all.Done()
+	var bounce []byte
+	for {
+		w.mu.Lock()
+		for w.first == nil && !w.closed {
+			w.idle++
+			w.wake.Wait()
+			w.idle--
+		}
+		c := w.first
+		if c == nil {
+			w.running--
+			w.mu.Unlock()
+			return
+		}
+		if w.first = c.next; w.first == nil {
+			w.last = nil
+		}
+		w.queued--
+		w.mu.Unlock()
+
+		c.status = c.serveBlocking(&bounce)
+		for {
+			c.next = w.done.Load()
+			if w.done.CompareAndSwap(c.next, c) {
+				break
+			}
+		}
+		nvme.Wake(w.event)
+	}
+}
+
+// stop ends the workers once their queue is empty.
+func (w *workers) stop() {
+	w.mu.Lock()
+	w.closed = true
+	w.wake.Broadcast()
+	w.mu.Unlock()
+	w.all.Wait()
+}
+
+// serveBlocking does a command by blocking calls on the worker's thread.
+func (c *command) serveBlocking(bounce *[]byte) nvme.Status {
+	ct := c.queue.controller
+	var err error
+	switch c.kind {
+	case doFlush:
+		return c.statusOf(ct.drive.Flush())
+	case doZeroes, doDiscard:
+		err = c.serveRanges()
+	default:
+		err = c.serveTransfer(bounce)
+		if c.fua && ct.fd >= 0 && !c.bounced() {
+			return c.statusOf(err) // it was written with RWF_DSYNC
+		}
+	}
+	if err == nil && c.fua {
+		err = ct.drive.Flush()
+	}
+	return c.statusOf(err)
+}
+
+func (c *command) serveRanges() error {
+	d := c.queue.controller.drive
+	for _, r := range c.ranges {
+		var err error
+		switch {
+		case c.kind == doZeroes:
+			err = d.WriteZeroes(r.off, r.n)
+		case (r.off|r.n)%PageBytes == 0:
+			// Deallocation is advice: a drive that cannot do it has done it.
+			if err = d.Discard(r.off, r.n); errors.Is(err, drive.ErrNotSupported) {
+				err = nil
+			}
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// bounced says whether the transfer goes through a worker's own aligned memory.
+func (c *command) bounced() bool {
+	ct := c.queue.controller
+	return c.data.bucket || ct.fd < 0 || !c.data.aligned(ct.memAlign)
+}
+
+func (c *command) serveTransfer(bounce *[]byte) error {
+	ct := c.queue.controller
+	if !c.bounced() {
+		return c.vectored(ct.fd)
+	}
+	if len(c.data.list) == 1 && !c.data.bucket && c.data.aligned(ct.memAlign) {
+		return c.plain(c.data.bytesAt(0))
+	}
+	if *bounce == nil {
+		*bounce = drive.AlignedBuffer(int(ct.dataMax))
+	}
+	b := (*bounce)[:c.n]
+	if c.kind == doWrite {
+		c.gather(b)
+		return c.plain(b)
+	}
+	if err := c.plain(b); err != nil {
+		return err
+	}
+	c.scatter(b)
+	return nil
+}
+
+func (c *command) plain(b []byte) error {
+	if c.kind == doWrite {
+		return c.queue.controller.drive.WriteAt(b, c.off)
+	}
+	return c.queue.controller.drive.ReadAt(b, c.off)
+}
+
+func (c *command) gather(b []byte) {
+	for i := range c.data.list {
+		b = b[copy(b, c.data.bytesAt(i)):]
+	}
+}
+
+func (c *command) scatter(b []byte) {
+	for i := range c.data.list {
+		if c.data.list[i].Base != nil {
+			copy(c.data.bytesAt(i), b)
+		}
+		b = b[c.data.list[i].Len:]
+	}
+}
+
+// errShort: the drive ended before the command did.
+var errShort = errors.New("emu: transfer ended early")
+
+// vectored moves the data by preadv2 or pwritev2, straight from or to the executor's memory.
+func (c *command) vectored(fd int) error {
+	call, flags := uintptr(unix.SYS_PREADV2), uintptr(0)
+	if c.kind == doWrite {
+		call = unix.SYS_PWRITEV2
+		if c.fua {
+			flags = unix.RWF_DSYNC
+		}
+	}
+	for c.progress < c.n {
+		iov := c.data.list[c.first:]
+		n, _, errno := syscall.Syscall6(call, uintptr(fd), uintptr(unsafe.Pointer(unsafe.SliceData(iov))),
+			uintptr(min(len(iov), iovMax)), uintptr(c.off)+uintptr(c.progress), 0, flags)
+		switch {
+		case errno == syscall.EINTR || errno == syscall.EAGAIN:
+			continue
+		case errno != 0:
+			return errno
+		case n == 0:
+			return errShort
+		}
+		c.advance(uint32(n))
+	}
+	return nil
+}
+
+// advance steps over n transferred bytes. The list is the command's own, so that it may be consumed.
+func (c *command) advance(n uint32) {
+	c.progress += n
+	for n > 0 && c.first < len(c.data.list) {
+		v := &c.data.list[c.first]
+		k := uint32(min(v.Len, uint64(n)))
+		v.Len -= uint64(k)
+		n -= k
+		if v.Len == 0 {
+			c.first++
+			continue
+		}
+		v.Base = (*byte)(unsafe.Add(unsafe.Pointer(v.Base), k))
+	}
+}
+
+// statusOf names what went wrong on the drive.
+func (c *command) statusOf(err error) nvme.Status {
+	switch {
+	case err == nil:
+		return nvme.Success
+	case errors.Is(err, drive.ErrReadOnly), errors.Is(err, syscall.EBADF), errors.Is(err, syscall.EROFS),
+		errors.Is(err, syscall.EPERM):
+		return nvme.WriteProtected | dnr
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return nvme.CapacityExceeded | dnr
+	case errors.Is(err, drive.ErrRange):
+		return nvme.LBAOutOfRange | dnr
+	case c.kind == doRead:
+		return nvme.UnrecoveredRead
+	case errors.Is(err, drive.ErrNotSupported):
+		return nvme.InvalidOpcode | dnr
+	}
+	return nvme.WriteFault
+}

@@ -1,0 +1,73 @@
+#!/bin/bash
+# demo.sh TUTTIFS: a volume on four files, from mkfs to umount, in a temporary directory. Leaves nothing behind.
+set -euo pipefail
+bin=$(realpath "${1:-bin/tuttifs}")
+title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
+run() { printf '\033[2m$ %s\033[0m\n' "${*//$work/DIR}"; "$@"; }
+fail() { echo "demo: $*" >&2; exit 1; }
+
+[ "$(id -u)" = 0 ] || fail "mounting needs root: try 'sudo make demo'"
+[ -c /dev/fuse ] || fail "there is no /dev/fuse: load the fuse module, or give the container the device"
+if ! command -v getfattr >/dev/null; then
+  if command -v apt-get >/dev/null; then
+    echo "demo: installing the package attr, for getfattr"
+    { apt-get install -qq -y attr || { apt-get update -qq && apt-get install -qq -y attr; }; } >/dev/null 2>&1 ||
+      echo "demo: that failed; extended attributes are not shown"
+  else
+    echo "demo: no getfattr here (package attr); extended attributes are not shown"
+  fi
+fi
+
+work=$(mktemp -d "${TMPDIR:-/tmp}/tuttifs-demo.XXXXXX")
+mnt=$work/mnt log=$work/log
+cleanup() {
+  code=$?
+  trap - EXIT
+  if mountpoint -q "$mnt" || grep -qF " $mnt fuse.tuttifs " /proc/mounts; then "$bin" umount "$mnt" || umount -l "$mnt" || true; fi
+  [ $code = 0 ] || { echo "demo: failed with status $code; the daemon's log:" >&2; cat "$log" >&2 2>/dev/null; }
+  rm -rf "$work"
+  exit $code
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+mkdir "$mnt"
+drives=("$work"/d0 "$work"/d1 "$work"/d2 "$work"/d3)
+replay=(--model llama3-8b --scale 1024)
+
+title "four drives, one volume"
+run "$bin" mkfs -L demo --size 512m "${drives[@]}"
+
+title "mounted; one drive finds the others"
+run "$bin" mount --log "$log" "${drives[0]}" "$mnt"
+
+title "a trace of prompts that share prefixes: look up, restore and verify what is there, store the rest"
+run "$bin" trace --requests 150 --seed 7 -o "$work/trace.jsonl"
+run "$bin" replay "${replay[@]}" "$work/trace.jsonl" "$mnt"
+
+title "the same things as files"
+pool=replay-llama3-8b
+run ls "$mnt" "$mnt/$pool"
+block=$(find "$mnt/$pool/blocks" -type f -print -quit)
+run stat "$block"
+command -v getfattr >/dev/null && run getfattr -d --absolute-names "$block"
+tip=$(find "$mnt/$pool/prefixes" -mindepth 1 -maxdepth 1 -print -quit)
+echo "a prefix, root first: $(ls -U "$tip" | wc -l) blocks"
+run df -h "$mnt"
+run "$bin" ls "$mnt"
+run "$bin" info "$mnt"
+
+title "remounted: everything survived, and verifies"
+run "$bin" umount "$mnt"
+run "$bin" mount --log "$log" "${drives[2]}" "$mnt"
+run "$bin" replay "${replay[@]}" "$work/trace.jsonl" "$mnt"
+rate=$("$bin" replay --json "${replay[@]}" "$work/trace.jsonl" "$mnt" | sed -n 's/.*"hit_rate": \([0-9.]*\).*/\1/p')
+[ "$rate" = 1 ] || fail "hit rate after the remount: $rate of 1"
+
+title "removed like files; a miss at once"
+run rm "$block"
+[ ! -e "$block" ] || fail "$block is still there"
+
+title "unmounted and checked"
+run "$bin" umount "$mnt"
+run "$bin" fsck -n "${drives[0]}"
+title "done; nothing is left behind"
