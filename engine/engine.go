@@ -1,91 +1,66 @@
-// Package engine is the engine's side in Go: a mount, its sessions and pools, and the way of KV bytes by gio. Metadata goes by ioctl, bytes by queue pairs in shared memory.
+// Package engine is the engine's side in Go: a mount, its sessions and pools, and the way of KV bytes by gio. Metadata goes
+// by ioctl, bytes by queue pairs in shared memory; neither passes through the other.
+//
+// A block's way: Pin gives slots and seeds, gio.Layers restores them layer by layer, Release ends the lease. A store is
+// Reserve, gio.Layers, Commit. Everything is safe for concurrent use. Every wait is bounded by the session's deadline, and
+// ends with an error when the daemon dies; a new Mount and Session then begin again.
 package engine
 
 import (
-	"time"
+	"errors"
+	"fmt"
 
-	"tuttifs/checksum"
-	"tuttifs/gio"
-	"tuttifs/stripe"
+	"tuttifs/ioctl"
 )
 
+// Key names a block's content.
 type Key = [32]byte
 
-// Mount is an opened mount point.
-type Mount struct{ _ int }
+var (
+	// ErrNotMount: the path lies in no tuttifs mount.
+	ErrNotMount = ioctl.ErrNotMount
+	// ErrNoSpace: everything is pinned or reserved; release something or store less at a time.
+	ErrNoSpace = errors.New("engine: no space: everything is pinned or reserved")
+	// ErrAgain: space was still being freed, or too much was outstanding, when the deadline passed.
+	ErrAgain = errors.New("engine: still busy after the deadline, try again later")
+	// ErrPending: another engine is storing one of these keys; it will be there soon.
+	ErrPending = errors.New("engine: another engine is storing this key")
+	// ErrQuota: the tenant is over its quota.
+	ErrQuota = errors.New("engine: tenant is over its quota")
+	// ErrReadOnly: the volume is mounted read-only, or the control file could only be opened for reading.
+	ErrReadOnly = errors.New("engine: mount is read-only")
+	// ErrNotFound: no such pool, request, reservation, slot or session; leases also end by time-out.
+	ErrNotFound = errors.New("engine: not found, or expired")
+	// ErrExists: a pool of this name has another identity or geometry. Choose another name.
+	ErrExists = errors.New("engine: pool exists with another identity or geometry")
+	// ErrIdentity: the identity is incomplete, so blocks of it must not be persisted.
+	ErrIdentity = errors.New("engine: identity is incomplete or not understood")
+	// ErrIncomplete: commit, but not every object was written; what was not is aborted.
+	ErrIncomplete = errors.New("engine: not all objects were written")
+	// ErrGone: the daemon, or this session with it, is gone. Open the mount again.
+	ErrGone = errors.New("engine: daemon or session is gone, open the mount again")
+	// ErrInvalid: an argument that can never be right.
+	ErrInvalid = errors.New("engine: invalid argument")
+	// ErrDrive: a drive failed or is missing.
+	ErrDrive = errors.New("engine: a drive failed or is missing")
+)
 
-// Open opens a tuttifs mount point (any path in it) and checks the ABI version.
-func Open(path string) (*Mount, error) { panic("stub") }
-func (m *Mount) Close() error          { panic("stub") }
-
-// SessionOptions of the data path. Zero fields take defaults.
-type SessionOptions struct {
-	Lanes       int // 4
-	Depth       int // entries of each queue, 256
-	DMABytes    int // memory that controllers reach: KV memory made by Session.Memory lies in it; 256 MiB
-	BounceBytes int // 0: direct only
-	ArenaBytes  int // 1 MiB
-	Deadline    time.Duration
+// meaning is what the ABI's errnos say to an engine.
+var meaning = map[ioctl.Errno]error{
+	ioctl.ENOSPC: ErrNoSpace, ioctl.EAGAIN: ErrAgain, ioctl.EINPROGRESS: ErrPending, ioctl.EDQUOT: ErrQuota,
+	ioctl.EROFS: ErrReadOnly, ioctl.EBADF: ErrReadOnly, ioctl.ENOENT: ErrNotFound, ioctl.EEXIST: ErrExists,
+	ioctl.EBADMSG: ErrIdentity, ioctl.ENODATA: ErrIncomplete, ioctl.ESTALE: ErrGone, ioctl.ENOTCONN: ErrGone,
+	ioctl.EINVAL: ErrInvalid, ioctl.EOVERFLOW: ErrInvalid, ioctl.EIO: ErrDrive, ioctl.ENODEV: ErrDrive,
 }
 
-// Session is this process's membership in a session, with its ring.
-type Session struct{ _ int }
-
-func (m *Mount) NewSession(o SessionOptions) (*Session, error)                  { panic("stub") }
-func (m *Mount) JoinSession(token [16]byte, o SessionOptions) (*Session, error) { panic("stub") }
-func (s *Session) Token() [16]byte                                              { panic("stub") }
-func (s *Session) Ring() *gio.Ring                                              { panic("stub") }
-func (s *Session) DMA() []byte                                                  { panic("stub") } // beyond the bounce cells
-func (s *Session) Close() error                                                 { panic("stub") }
-
-// PoolSpec of OpenPool: Identity is canonical JSON (gpufile.Identity).
-type PoolSpec struct {
-	Name               string
-	Identity           []byte
-	Geometry           stripe.Geometry
-	TokensPerFile      uint32
-	Family             string
-	TrailingHit        uint32
-	MinBytes, MaxBytes uint64
-	MaxSlots           uint32
+// explain adds what an errno means to the error that carries it.
+func explain(err error) error {
+	var errno ioctl.Errno
+	if err == nil || !errors.As(err, &errno) {
+		return err
+	}
+	if m := meaning[errno]; m != nil {
+		return fmt.Errorf("%w: %w", m, err)
+	}
+	return err
 }
-
-// Pool is an opened pool.
-type Pool struct{ _ int }
-
-// OpenPool opens or creates, waits for it to be durable, and fetches layout and rows.
-func (s *Session) OpenPool(spec PoolSpec) (*Pool, error) { panic("stub") }
-func (p *Pool) Layout() *stripe.Layout                   { panic("stub") }
-func (p *Pool) Map() *gio.Map                            { panic("stub") } // refreshed when the map generation moved
-
-// Grant is a leased slot.
-type Grant struct {
-	Slot       uint32
-	Status     uint8 // ioctl.Grant*
-	Tokens     uint32
-	Generation uint64
-	Seed       checksum.Seed
-}
-
-func (p *Pool) Peek(tenant uint32, keys []Key) (int, error) { panic("stub") }
-func (p *Pool) Pin(tenant uint32, request uint64, keys []Key, grants []Grant) (int, error) {
-	panic("stub")
-}
-func (p *Pool) Release(request uint64) error { panic("stub") }
-
-// Item is one file to store.
-type Item struct {
-	Key, Parent Key
-	Tokens      uint32
-	Position    uint32
-}
-
-// Reserve retries ErrAgain until the deadline.
-func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
-	panic("stub")
-}
-
-// Commit waits for durability.
-func (p *Pool) Commit(reserve uint64, rank uint16) error       { panic("stub") }
-func (p *Pool) Abort(reserve uint64) error                     { panic("stub") }
-func (p *Pool) ReportBad(slot uint32, generation uint64) error { panic("stub") }

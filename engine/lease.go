@@ -1,0 +1,340 @@
+package engine
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"unsafe"
+
+	"tuttifs/ioctl"
+)
+
+// Item is one file to store.
+type Item struct {
+	Key, Parent Key
+	Tokens      uint32
+	Position    uint32
+}
+
+const itemBytes = int(unsafe.Sizeof(ioctl.ReserveItem{}))
+
+// batchMost bounds one call: larger batches are cut, so that no call keeps the mount busy for long. Ranks that join a
+// reservation cut it at the same places as long as their arenas hold this much.
+const batchMost = 4096
+
+// batch is how many entries of n bytes fit one call.
+func (c *control) batch(n int) (int, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.arena == nil {
+		return 0, fmt.Errorf("%w: session is closed", ErrGone)
+	}
+	k := min(batchMost, len(c.arena)/n)
+	if k == 0 {
+		return 0, fmt.Errorf("%w: the arena of %d bytes holds no entry of %d", ErrInvalid, len(c.arena), n)
+	}
+	return k, nil
+}
+
+// partID names the k-th batch of a request or reservation. The first has the caller's id; the others are spread over all
+// 64 bits, where a caller that counts its requests does not meet them.
+func partID(id uint64, k int) uint64 {
+	if k == 0 {
+		return id
+	}
+	x := id + uint64(k)*0x9e3779b97f4a7c15
+	x = (x ^ x>>30) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
+}
+
+// partKey keeps requests and reservations apart in Pool.parts.
+func partKey(id uint64, reserve bool) uint64 {
+	if reserve {
+		return partID(id, 1<<32)
+	}
+	return id
+}
+
+// remember notes how many batches an id has; one is not noted.
+func (p *Pool) remember(key uint64, parts int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if parts > 1 {
+		p.parts[key] = parts
+	} else {
+		delete(p.parts, key)
+	}
+}
+
+func (p *Pool) partsOf(key uint64) int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return max(1, p.parts[key])
+}
+
+// Peek is the length of the longest prefix of keys that is present. It has no side effects.
+func (p *Pool) Peek(tenant uint32, keys []Key) (int, error) {
+	most, err := p.control.batch(ioctl.KeyBytes)
+	if err != nil {
+		return 0, err
+	}
+	found := 0
+	for len(keys) > 0 {
+		part := keys[:min(most, len(keys))]
+		n, err := p.peek(tenant, part)
+		if err != nil {
+			return 0, explain(err)
+		}
+		if found += n; n < len(part) {
+			break
+		}
+		keys = keys[len(part):]
+	}
+	return found, nil
+}
+
+func (p *Pool) peek(tenant uint32, keys []Key) (int, error) {
+	c := p.control
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	spans, err := c.spans(len(keys) * ioctl.KeyBytes)
+	if err != nil {
+		return 0, err
+	}
+	c.putKeys(spans[0], keys)
+	a := ioctl.Peek{Target: p.target, Keys: spans[0], Tenant: tenant}
+	if err := c.verbs.Peek(&a); err != nil {
+		return 0, err
+	}
+	return checkCount(a.Count, len(keys))
+}
+
+func (c *control) putKeys(s ioctl.Span, keys []Key) {
+	b := c.bytes(s)
+	for i := range keys {
+		copy(b[i*ioctl.KeyBytes:], keys[i][:])
+	}
+}
+
+// checkCount believes no count that leads out of the batch.
+func checkCount(n uint32, most int) (int, error) {
+	if uint64(n) > uint64(most) {
+		return 0, fmt.Errorf("%w: %d answered for a batch of %d", ErrInvalid, n, most)
+	}
+	return int(n), nil
+}
+
+// Pin leases the longest present prefix of keys for reading; grants[:n] are filled. A repeated Pin with one request id
+// answers the same. Release ends the lease.
+func (p *Pool) Pin(tenant uint32, request uint64, keys []Key, grants []Grant) (int, error) {
+	if len(grants) < len(keys) {
+		return 0, fmt.Errorf("%w: %d grants for %d keys", ErrInvalid, len(grants), len(keys))
+	}
+	most, err := p.control.batch(ioctl.KeyBytes + grantBytes)
+	if err != nil {
+		return 0, err
+	}
+	pinned, parts := 0, 0
+	for begin := 0; begin < len(keys); parts++ {
+		part := keys[begin:min(begin+most, len(keys))]
+		var n int
+		err := p.control.retry(func() (err error) {
+			n, err = p.pin(tenant, partID(request, parts), part, grants[begin:])
+			return err
+		})
+		if err != nil {
+			_ = p.releaseParts(request, parts+1)
+			return 0, err
+		}
+		pinned, begin = pinned+n, begin+len(part)
+		if n < len(part) {
+			parts++
+			break
+		}
+	}
+	p.remember(partKey(request, false), parts)
+	return pinned, nil
+}
+
+func (p *Pool) pin(tenant uint32, request uint64, keys []Key, grants []Grant) (int, error) {
+	n, generation, err := p.pinLocked(tenant, request, keys, grants)
+	if err != nil {
+		return 0, err
+	}
+	return n, p.follow(generation)
+}
+
+func (p *Pool) pinLocked(tenant uint32, request uint64, keys []Key, grants []Grant) (int, uint64, error) {
+	c := p.control
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	spans, err := c.spans(len(keys)*ioctl.KeyBytes, len(keys)*grantBytes)
+	if err != nil {
+		return 0, 0, err
+	}
+	c.putKeys(spans[0], keys)
+	a := ioctl.Pin{Target: p.target, Keys: spans[0], Grants: spans[1], Request: request, Tenant: tenant}
+	if err := c.verbs.Pin(&a); err != nil {
+		return 0, 0, err
+	}
+	n, err := checkCount(a.Count, len(keys))
+	if err != nil {
+		return 0, 0, err
+	}
+	if a.Pools != 1 {
+		return 0, 0, fmt.Errorf("%w: %d grants a key for one pool", ErrInvalid, a.Pools)
+	}
+	parseGrants(c.bytes(spans[1]), grants[:n])
+	return n, a.MapGeneration, nil
+}
+
+// Release ends the pins of a request id.
+func (p *Pool) Release(request uint64) error {
+	key := partKey(request, false)
+	parts := p.partsOf(key)
+	p.remember(key, 0)
+	return p.releaseParts(request, parts)
+}
+
+// releaseParts releases every batch of a request, whatever happens to the others.
+func (p *Pool) releaseParts(request uint64, parts int) error {
+	var errs []error
+	for k := range parts {
+		a := ioctl.Release{Target: p.target, Request: partID(request, k)}
+		errs = append(errs, explain(p.control.verbs.Release(&a)))
+	}
+	return errors.Join(errs...)
+}
+
+// Reserve leases slots for writing: all or nothing, or a leading run with partial. It retries while space is being freed,
+// until the deadline. Other ranks of the session join by the same id.
+func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
+	if len(grants) < len(items) {
+		return 0, fmt.Errorf("%w: %d grants for %d items", ErrInvalid, len(grants), len(items))
+	}
+	most, err := p.control.batch(itemBytes + grantBytes)
+	if err != nil {
+		return 0, err
+	}
+	granted, parts := 0, 0
+	for begin := 0; begin < len(items); parts++ {
+		part := items[begin:min(begin+most, len(items))]
+		var n int
+		err := p.control.retry(func() (err error) {
+			n, err = p.reserve(tenant, partID(reserve, parts), part, partial, grants[begin:])
+			return err
+		})
+		if err != nil && partial && granted > 0 && errors.Is(err, ErrNoSpace) {
+			break
+		}
+		if err != nil {
+			_ = p.abortParts(reserve, parts+1)
+			return 0, err
+		}
+		granted, begin = granted+n, begin+len(part)
+		if n < len(part) {
+			parts++
+			break
+		}
+	}
+	p.remember(partKey(reserve, true), parts)
+	return granted, nil
+}
+
+func (p *Pool) reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
+	n, generation, err := p.reserveLocked(tenant, reserve, items, partial, grants)
+	if err != nil {
+		return 0, err
+	}
+	return n, p.follow(generation)
+}
+
+func (p *Pool) reserveLocked(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, uint64, error) {
+	c := p.control
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	spans, err := c.spans(len(items)*itemBytes, len(items)*grantBytes)
+	if err != nil {
+		return 0, 0, err
+	}
+	b := c.bytes(spans[0])
+	for i := range items {
+		e := b[i*itemBytes : (i+1)*itemBytes]
+		copy(e, items[i].Key[:])
+		copy(e[ioctl.KeyBytes:], items[i].Parent[:])
+		binary.LittleEndian.PutUint32(e[2*ioctl.KeyBytes:], items[i].Tokens)
+		binary.LittleEndian.PutUint32(e[2*ioctl.KeyBytes+4:], items[i].Position)
+	}
+	a := ioctl.Reserve{Target: p.target, Items: spans[0], Grants: spans[1], Reserve: reserve, Tenant: tenant}
+	flags := uint16(0)
+	if partial {
+		flags = ioctl.ReservePartial
+	}
+	if err := c.verbs.Reserve(&a, flags); err != nil {
+		return 0, 0, err
+	}
+	n, err := checkCount(a.Count, len(items))
+	if err != nil {
+		return 0, 0, err
+	}
+	if a.Pools != 1 || !partial && n != len(items) {
+		return 0, 0, fmt.Errorf("%w: %d of %d items granted, %d grants each", ErrInvalid, n, len(items), a.Pools)
+	}
+	parseGrants(c.bytes(spans[1]), grants[:n])
+	return n, a.MapGeneration, nil
+}
+
+// Commit says that all objects of rank are written, and waits until the files are durable: with several ranks, until the
+// last of them has committed. Ranks of one process therefore commit side by side, or with CommitRanks.
+func (p *Pool) Commit(reserve uint64, rank uint16) error {
+	return p.CommitRanks(reserve, rank)
+}
+
+// CommitRanks commits several ranks that this process wrote, and waits until the files are durable.
+func (p *Pool) CommitRanks(reserve uint64, ranks ...uint16) error {
+	key := partKey(reserve, true)
+	var tickets []uint64
+	for _, rank := range ranks {
+		for k := range p.partsOf(key) {
+			a := ioctl.Commit{Target: p.target, Reserve: partID(reserve, k), Rank: rank}
+			if err := p.control.retry(func() error { return p.control.verbs.Commit(&a) }); err != nil {
+				return err
+			}
+			tickets = append(tickets, a.Ticket)
+		}
+	}
+	p.remember(key, 0)
+	var errs []error
+	for _, id := range tickets {
+		errs = append(errs, p.control.ticket(id))
+	}
+	return errors.Join(errs...)
+}
+
+// Abort gives a reservation's uncommitted slots back.
+func (p *Pool) Abort(reserve uint64) error {
+	key := partKey(reserve, true)
+	parts := p.partsOf(key)
+	p.remember(key, 0)
+	return p.abortParts(reserve, parts)
+}
+
+func (p *Pool) abortParts(reserve uint64, parts int) error {
+	var errs []error
+	for k := range parts {
+		a := ioctl.Abort{Target: p.target, Reserve: partID(reserve, k)}
+		errs = append(errs, explain(p.control.verbs.Abort(&a)))
+	}
+	return errors.Join(errs...)
+}
+
+// ReportBad says that a slot's bytes are damaged and waits for the daemon's own look at them: nil means that it has
+// evicted the file, or found it whole.
+func (p *Pool) ReportBad(slot uint32, generation uint64) error {
+	a := ioctl.ReportBad{Target: p.target, Slot: slot, Generation: generation}
+	if err := p.control.retry(func() error { return p.control.verbs.ReportBad(&a) }); err != nil {
+		return err
+	}
+	return p.control.ticket(a.Ticket)
+}

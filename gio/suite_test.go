@@ -1,0 +1,12 @@
+package gio_test
+
+import (
+	"testing"
+
+	"tuttifs/gio"
+	"tuttifs/gio/giotest"
+)
+
+func TestRing(t *testing.T) {
+	giotest.Run(t, func(c gio.RingConfig) (giotest.Executor, error) { return gio.NewRing(c) })
+}
