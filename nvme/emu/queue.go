@@ -358,7 +358,8 @@ func (q *Queue) publish() int {
 	kept := 0
 	for i, c := range batch {
 		if q.postOne(c) {
-			batch[kept], batch[i] = c, nil
+			batch[i] = nil // kept may be i
+			batch[kept] = c
 			kept++
 		}
 	}
