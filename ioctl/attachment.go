@@ -41,6 +41,10 @@ func (s *Session) Attach(o AttachOptions) (*Attachment, error) {
 		return nil, fmt.Errorf("ioctl: attach: %w", err)
 	}
 	a := &Attachment{socket: socket}
+	if err := a.bound(); err != nil {
+		_ = a.Close()
+		return nil, fmt.Errorf("ioctl: attach: %w", err)
+	}
 	if err := a.connect(path); err != nil {
 		_ = a.Close()
 		return nil, fmt.Errorf("ioctl: attach: connect %s: %w", path, err)
@@ -61,6 +65,15 @@ func (s *Session) Attach(o AttachOptions) (*Attachment, error) {
 		return nil, fmt.Errorf("ioctl: attach: %w", err)
 	}
 	return a, nil
+}
+
+// answerWithin bounds a request: a stopped daemon must not hang who wants to quiesce.
+const answerWithin = 15 * time.Second
+
+func (a *Attachment) bound() error {
+	limit := unix.NsecToTimeval(int64(answerWithin))
+	return errors.Join(unix.SetsockoptTimeval(a.socket, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &limit),
+		unix.SetsockoptTimeval(a.socket, unix.SOL_SOCKET, unix.SO_SNDTIMEO, &limit))
 }
 
 func (a *Attachment) connect(path string) error {
@@ -84,6 +97,12 @@ func (a *Attachment) exchange(r *AttachRequest) (AttachReply, []int, error) {
 		return AttachReply{}, nil, err
 	}
 	b, fds, err := receiveMessage(a.socket, int(unsafe.Sizeof(AttachReply{})))
+	if errors.Is(err, unix.EAGAIN) {
+		// A late answer would be taken for the next request's: nothing more is said on this connection, which ends the
+		// membership.
+		_ = unix.Shutdown(a.socket, unix.SHUT_RDWR)
+		return AttachReply{}, fds, fmt.Errorf("ioctl: no answer in %v: %w", answerWithin, err)
+	}
 	if err != nil {
 		return AttachReply{}, fds, err
 	}
