@@ -1,0 +1,503 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"debug/elf"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"tuttifs/daemon"
+)
+
+// These tests run the built binary in processes of its own, as people and mount(8) do.
+
+// commandMax bounds every command of a test.
+const commandMax = 2 * time.Minute
+
+var built struct {
+	once sync.Once
+	dir  string
+	err  error
+}
+
+func TestMain(m *testing.M) {
+	code := m.Run()
+	if built.dir != "" {
+		os.RemoveAll(built.dir)
+	}
+	os.Exit(code)
+}
+
+// builtBinary builds the command the way the Makefile does.
+func builtBinary(t *testing.T) string {
+	t.Helper()
+	built.once.Do(func() {
+		if built.dir, built.err = os.MkdirTemp("", "tuttifs-cli-test"); built.err != nil {
+			return
+		}
+		cmd := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(built.dir, "tuttifs"), ".")
+		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := cmd.CombinedOutput(); err != nil {
+			built.err = fmt.Errorf("%w: %s", err, out)
+		}
+	})
+	require.NoError(t, built.err)
+	return filepath.Join(built.dir, "tuttifs")
+}
+
+type result struct {
+	code           int
+	stdout, stderr string
+}
+
+// execAs runs the binary under the name argv0.
+func execAs(t *testing.T, argv0 string, args ...string) result {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), commandMax)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, builtBinary(t))
+	cmd.Args = append([]string{argv0}, args...)
+	var stdout, stderr bytes.Buffer
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	cmd.WaitDelay = time.Second
+	err := cmd.Run()
+	var exit *exec.ExitError
+	if err != nil && !errors.As(err, &exit) {
+		t.Fatalf("%s %v: %v", argv0, args, err)
+	}
+	require.NoError(t, ctx.Err(), "%s %v: %s", argv0, args, &stderr)
+	return result{cmd.ProcessState.ExitCode(), stdout.String(), stderr.String()}
+}
+
+// tuttifs runs a command that must succeed and returns its output.
+func tuttifs(t *testing.T, args ...string) string {
+	t.Helper()
+	r := execAs(t, "tuttifs", args...)
+	require.Zero(t, r.code, "tuttifs %v: %s", args, r.stderr)
+	return r.stdout
+}
+
+// refused runs a command that must fail with a status and words on standard error.
+func refused(t *testing.T, code int, says string, args ...string) {
+	t.Helper()
+	r := execAs(t, "tuttifs", args...)
+	require.Equal(t, code, r.code, "tuttifs %v: %s%s", args, r.stdout, r.stderr)
+	require.Contains(t, r.stderr, says)
+}
+
+func decode[T any](t *testing.T, text string) (v T) {
+	t.Helper()
+	require.NoError(t, json.Unmarshal([]byte(text), &v), text)
+	return v
+}
+
+// formatted makes and formats n files of a size and returns their paths.
+func formatted(t *testing.T, n int, size string, flags ...string) []string {
+	t.Helper()
+	dir := t.TempDir()
+	var paths []string
+	for i := range n {
+		paths = append(paths, filepath.Join(dir, fmt.Sprintf("d%d", i)))
+	}
+	tuttifs(t, append(append([]string{"mkfs", "-q", "--size", size}, flags...), paths...)...)
+	t.Cleanup(func() {
+		if !t.Failed() {
+			tuttifs(t, "fsck", "-n", paths[0])
+		}
+	})
+	return paths
+}
+
+// mountPoint makes a directory on which nothing is mounted when the test ends, whatever happened.
+func mountPoint(t *testing.T) string {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("mounting needs root")
+	}
+	if _, err := os.Stat("/dev/fuse"); err != nil {
+		t.Skip("no /dev/fuse here")
+	}
+	dir := filepath.Join(t.TempDir(), "mnt")
+	require.NoError(t, os.Mkdir(dir, 0o755))
+	t.Cleanup(func() {
+		if _, mounted := findMount(dir); !mounted {
+			return
+		}
+		if t.Failed() {
+			abortMount(dir)
+		}
+		if r := execAs(t, "tuttifs", "umount", dir); r.code != 0 {
+			abortMount(dir)
+			_ = unix.Unmount(dir, unix.MNT_DETACH)
+			t.Errorf("left mounted: %s", r.stderr)
+		}
+	})
+	return dir
+}
+
+// abortMount ends a FUSE connection from outside, so that nothing waits for a daemon that is stuck.
+func abortMount(dir string) {
+	b, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return
+	}
+	for _, line := range strings.Split(string(b), "\n") {
+		w := strings.Fields(line)
+		if len(w) > 4 && unescape(w[4]) == dir {
+			if _, minor, ok := strings.Cut(w[2], ":"); ok {
+				_ = os.WriteFile("/sys/fs/fuse/connections/"+minor+"/abort", []byte("1"), 0)
+			}
+		}
+	}
+}
+
+// mounted mounts a volume in the background, as a person would.
+func mounted(t *testing.T, drive string, flags ...string) (dir string) {
+	t.Helper()
+	dir = mountPoint(t)
+	mountOn(t, drive, dir, flags...)
+	return dir
+}
+
+func mountOn(t *testing.T, drive, dir string, flags ...string) {
+	t.Helper()
+	flags = append(flags, "--log", filepath.Join(filepath.Dir(dir), "log"), "-o", "sockets="+filepath.Join(filepath.Dir(dir), "sockets"))
+	tuttifs(t, append(append([]string{"mount"}, flags...), drive, dir)...)
+}
+
+// daemonPID is the process behind a mount.
+func daemonPID(t *testing.T, dir string) int {
+	t.Helper()
+	var v daemon.VersionDocument
+	require.NoError(t, readStatus(dir, "version", &v))
+	require.Positive(t, v.PID)
+	return v.PID
+}
+
+// waitGone waits until a process has ended.
+func waitGone(t *testing.T, pid int) {
+	t.Helper()
+	require.Eventually(t, func() bool {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		return err != nil || bytes.Contains(b, []byte(") Z "))
+	}, time.Minute, 10*time.Millisecond, "process %d ends", pid)
+}
+
+// smallTrace writes a generated trace and returns its path.
+func smallTrace(t *testing.T, requests int) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "t.jsonl")
+	tuttifs(t, "trace", "--requests", fmt.Sprint(requests), "-o", path)
+	return path
+}
+
+func replayed(t *testing.T, trace, dir string, flags ...string) replayDocument {
+	t.Helper()
+	return decode[replayDocument](t, tuttifs(t, append([]string{"replay", "--json", "--scale", "1024", trace, dir}, flags...)...))
+}
+
+func TestBinaryIsStatic(t *testing.T) {
+	f, err := elf.Open(builtBinary(t))
+	require.NoError(t, err)
+	defer f.Close()
+	for _, p := range f.Progs {
+		require.NotEqual(t, elf.PT_INTERP, p.Type, "the binary asks for an interpreter")
+	}
+	libraries, err := f.ImportedLibraries()
+	require.NoError(t, err)
+	require.Empty(t, libraries)
+}
+
+func TestMkfsInfoFsck(t *testing.T) {
+	dir := t.TempDir()
+	d0, d1 := filepath.Join(dir, "d0"), filepath.Join(dir, "d1")
+	const uuid = "01234567-89ab-4def-8123-456789abcdef"
+
+	plan := decode[planDocument](t, tuttifs(t, "mkfs", "-n", "--json", "--size", "64m", "-L", "kv", "-U", uuid, d0, d1))
+	require.True(t, plan.DryRun)
+	require.NoFileExists(t, d0)
+	require.Equal(t, []any{uuid, "kv", 2, 2}, []any{plan.UUID, plan.Label, plan.Width, len(plan.Drives)})
+
+	refused(t, 1, "give --size", "mkfs", d0)
+	require.Contains(t, tuttifs(t, "mkfs", "--size", "64m", "-L", "kv", "-U", uuid, d0, d1), uuid)
+	st, err := os.Stat(d1)
+	require.NoError(t, err)
+	require.EqualValues(t, 64<<20, st.Size())
+
+	info := decode[infoDocument](t, tuttifs(t, "info", "--json", d1))
+	require.Equal(t, []any{uuid, "kv", 2}, []any{info.UUID, info.Label, len(info.Drives)})
+	require.Equal(t, plan.UsableBytes, info.Space.TotalBytes)
+	require.Contains(t, tuttifs(t, "info", d0), uuid)
+	tuttifs(t, "fsck", "-n", d0)
+	require.Zero(t, execAs(t, "fsck.tuttifs", "-n", d1).code)
+	require.Zero(t, execAs(t, "fsck.fuse.tuttifs", "-n", d1).code)
+
+	refused(t, 1, d0, "mkfs", d0)
+	r := execAs(t, "mkfs.tuttifs", "-q", "-f", d0, d1)
+	require.Zero(t, r.code, r.stderr)
+	require.Empty(t, r.stdout)
+	require.NotEqual(t, uuid, decode[infoDocument](t, tuttifs(t, "info", "--json", d1)).UUID)
+}
+
+func TestMkfsLeavesNothingOfAFailure(t *testing.T) {
+	dir := t.TempDir()
+	refused(t, 1, "", "mkfs", "--size", "64m", filepath.Join(dir, "d0"), filepath.Join(dir, "no", "d1"))
+	refused(t, 1, "", "mkfs", "--size", "4k", filepath.Join(dir, "d0"))
+	require.NoFileExists(t, filepath.Join(dir, "d0"))
+}
+
+func TestMissingAndForeignDrives(t *testing.T) {
+	a, b := formatted(t, 2, "64m"), formatted(t, 1, "64m")
+	away := filepath.Join(t.TempDir(), "away")
+	require.NoError(t, os.Rename(a[1], away))
+	dir := mountPoint(t)
+	refused(t, 32, "missing", "mount", a[0], dir)
+	refused(t, 32, "", "mount", a[0], b[0], dir)
+	empty := filepath.Join(filepath.Dir(a[0]), "empty")
+	require.NoError(t, os.WriteFile(empty, make([]byte, 1<<20), 0o600))
+	refused(t, 32, "empty", "mount", empty, dir)
+	require.NoError(t, os.Rename(away, a[1]))
+	mountOn(t, a[1], dir)
+}
+
+func TestWholeWay(t *testing.T) {
+	paths := formatted(t, 4, "256m", "-L", "whole")
+	dir := mounted(t, paths[1])
+	trace := smallTrace(t, 40)
+
+	first := replayed(t, trace, dir)
+	require.Zero(t, first.VerifyFailures)
+	require.EqualValues(t, 40, first.Requests)
+	require.Greater(t, first.HitRate, 0.3)
+	require.Equal(t, first.Blocks, first.HitBlocks+first.StoredBlocks)
+	require.Positive(t, first.BytesRead)
+	require.EqualValues(t, first.Requests, first.Lookup.Count)
+
+	// Every view agrees about what is there.
+	pool := "replay-llama3-8b"
+	pools := decode[struct{ Pools []lsPool }](t, tuttifs(t, "ls", "--json", dir))
+	require.Len(t, pools.Pools, 1)
+	require.Equal(t, first.StoredBlocks, pools.Pools[0].Stats.Files)
+	files := strings.Count(tuttifs(t, "ls", "--json", dir, pool), "\n")
+	require.EqualValues(t, first.StoredBlocks, files)
+	require.Equal(t, 3, strings.Count(tuttifs(t, "ls", "--limit", "3", dir, pool), "\n"))
+	info := decode[infoDocument](t, tuttifs(t, "info", "--json", dir))
+	require.Equal(t, "whole", info.Label)
+	require.Equal(t, first.StoredBlocks, info.Space.Files)
+	status := decode[statusDocument](t, tuttifs(t, "status", "--json", dir))
+	require.Equal(t, status.Total.Lookups, status.Total.Hits+status.Total.Misses)
+	require.Equal(t, first.Blocks, status.Total.Lookups)
+	require.GreaterOrEqual(t, status.IO.BytesRead, first.BytesRead)
+	require.Zero(t, status.IO.Refused)
+	var fsStat unix.Statfs_t
+	require.NoError(t, unix.Statfs(dir, &fsStat))
+	require.Equal(t, status.Space.TotalBytes, fsStat.Blocks*uint64(fsStat.Bsize))
+
+	tips := decode[struct{ Tips []string }](t, tuttifs(t, "prefixes", "--json", dir, pool)).Tips
+	require.NotEmpty(t, tips)
+	chain := decode[struct{ Chain []chainBlock }](t, tuttifs(t, "prefixes", "--json", dir, pool, tips[0])).Chain
+	require.NotEmpty(t, chain)
+	require.Equal(t, tips[0], chain[len(chain)-1].Key)
+	require.Equal(t, "0", chain[0].Position)
+
+	// A second mount of the same volume is refused by name, and mkfs as well.
+	refused(t, 32, "use", "mount", paths[0], mountPoint(t))
+	refused(t, 1, "use", "mkfs", "-f", paths[0])
+
+	// Everything survives a remount through the names of mount(8).
+	tuttifs(t, "umount", dir)
+	r := execAs(t, "mount.fuse.tuttifs", paths[3], dir, "-o", "rw,nofail,dev,suid,sockets="+filepath.Dir(dir), "-n")
+	require.Zero(t, r.code, r.stderr)
+	again := replayed(t, trace, dir)
+	require.Equal(t, 1.0, again.HitRate)
+	require.Zero(t, again.VerifyFailures)
+	require.Zero(t, again.BytesWritten)
+
+	// Evicted files are gone, and nothing else is.
+	require.Equal(t, "1 files evicted\n", tuttifs(t, "evict", dir, pool, tips[0]))
+	refused(t, 1, "no such pool or block", "prefixes", dir, pool, tips[0])
+	refused(t, 1, "has no pool", "evict", dir, "nopool", "--all")
+	tuttifs(t, "evict", dir, pool, "--all")
+	require.Empty(t, tuttifs(t, "ls", dir, pool))
+	tuttifs(t, "umount", dir)
+}
+
+func TestKilledDaemon(t *testing.T) {
+	paths := formatted(t, 2, "256m")
+	dir := mounted(t, paths[0])
+	trace := smallTrace(t, 25)
+	require.Zero(t, replayed(t, trace, dir).VerifyFailures)
+	pid := daemonPID(t, dir)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+	waitGone(t, pid)
+
+	// The dead mount says what it is and what to do, from every command.
+	refused(t, 32, "umount -l", "mount", paths[0], dir)
+	refused(t, 1, "umount -l", "info", dir)
+	refused(t, 1, "umount -l", "status", dir)
+	tuttifs(t, "umount", "-l", dir)
+	mountOn(t, paths[0], dir)
+	again := replayed(t, trace, dir)
+	require.Equal(t, 1.0, again.HitRate, "what was committed is there")
+	require.Zero(t, again.VerifyFailures)
+}
+
+func TestStopBySignal(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	dir := mounted(t, paths[0])
+	pid := daemonPID(t, dir)
+	open, err := os.Open(filepath.Join(dir, ".tuttifs", "version"))
+	require.NoError(t, err)
+	defer open.Close()
+	refused(t, 1, fmt.Sprintf("pid %d", os.Getpid()), "umount", dir)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGTERM))
+	waitGone(t, pid)
+	_, still := findMount(dir)
+	require.False(t, still)
+}
+
+func TestUmountByOthers(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	dir := mounted(t, paths[0])
+	pid := daemonPID(t, dir)
+	require.NoError(t, unix.Unmount(dir, 0))
+	waitGone(t, pid)
+	mountOn(t, paths[0], dir, "-o", "ro")
+	require.True(t, decode[infoDocument](t, tuttifs(t, "info", "--json", dir)).ReadOnly)
+	var options daemon.OptionsDocument
+	require.NoError(t, readStatus(dir, "options", &options))
+	require.True(t, options.ReadOnly)
+	require.Equal(t, "lru", options.Policy)
+	trace := smallTrace(t, 2)
+	require.Equal(t, 1, execAs(t, "tuttifs", "replay", trace, dir).code, "a read-only volume takes no pool")
+}
+
+func TestFullVolumeEvicts(t *testing.T) {
+	paths := formatted(t, 1, "64m")
+	dir := mounted(t, paths[0], "-o", "policy=s3fifo")
+	trace := smallTrace(t, 200)
+	doc := replayed(t, trace, dir)
+	require.Zero(t, doc.VerifyFailures)
+	require.Positive(t, doc.Evictions)
+	second := replayed(t, trace, dir)
+	require.Zero(t, second.VerifyFailures)
+	require.Less(t, second.HitRate, 1.0)
+}
+
+func TestDamageIsAMiss(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	dir := mounted(t, paths[0])
+	trace := smallTrace(t, 25)
+	replayed(t, trace, dir)
+	pool := "replay-llama3-8b"
+	key, _, _ := strings.Cut(tuttifs(t, "ls", "--limit", "1", dir, pool), " ")
+	block := filepath.Join(dir, pool, "blocks", key[:2], key)
+	whole, err := os.ReadFile(block)
+	require.NoError(t, err)
+	tuttifs(t, "umount", dir)
+
+	f, err := os.OpenFile(paths[0], os.O_RDWR, 0)
+	require.NoError(t, err)
+	image, err := io.ReadAll(f)
+	require.NoError(t, err)
+	at := bytes.Index(image, whole[:512])
+	require.Positive(t, at, "the block's first object lies on the drive")
+	_, err = f.WriteAt([]byte{image[at+100] ^ 1}, int64(at+100))
+	require.NoError(t, err)
+	require.NoError(t, f.Close())
+
+	mountOn(t, paths[0], dir)
+	_, err = os.ReadFile(block)
+	require.Error(t, err, "damaged bytes are not handed out")
+	r := execAs(t, "tuttifs", "replay", "--json", "--scale", "1024", trace, dir)
+	doc := decode[replayDocument](t, r.stdout)
+	status := decode[statusDocument](t, tuttifs(t, "status", "--json", dir))
+	require.Positive(t, doc.VerifyFailures+status.Total.Bad)
+	third := replayed(t, trace, dir)
+	require.Zero(t, third.VerifyFailures)
+}
+
+func TestMetrics(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	address := l.Addr().String()
+	require.NoError(t, l.Close())
+	dir := mounted(t, paths[0], "--metrics", address)
+	scrape := func() string {
+		r, err := http.Get("http://" + address + "/metrics")
+		require.NoError(t, err)
+		defer r.Body.Close()
+		b, err := io.ReadAll(r.Body)
+		require.NoError(t, err)
+		return string(b)
+	}
+	before := scrape()
+	for _, name := range []string{"lookups_total", "hits_total", "misses_total", "evicted_total", "bad_total", "io_reads_total", "io_refused_total",
+		"drive_read_errors_total", "sessions"} {
+		require.Contains(t, before, "\ntuttifs_"+name+" 0\n")
+	}
+	doc := replayed(t, smallTrace(t, 10), dir)
+	require.Contains(t, scrape(), fmt.Sprintf("\ntuttifs_lookups_total %d\n", doc.Blocks))
+	require.Contains(t, scrape(), `tuttifs_pool_files{pool="replay-llama3-8b"} `+fmt.Sprint(doc.StoredBlocks))
+	var options daemon.OptionsDocument
+	require.NoError(t, readStatus(dir, "options", &options))
+	require.Equal(t, address, options.Metrics)
+}
+
+func TestVolumeByLabel(t *testing.T) {
+	paths := formatted(t, 2, "256m", "-L", "by-label")
+	search := filepath.Dir(paths[0])
+	dir := mountPoint(t)
+	refused(t, 32, `no volume "other"`, "mount", "none", dir, "-o", "volume=other,search="+search)
+	r := execAs(t, "mount.fuse.tuttifs", "none", dir, "-o", "volume=by-label,search="+search+",sockets="+filepath.Dir(dir))
+	require.Zero(t, r.code, r.stderr)
+	uuid := decode[infoDocument](t, tuttifs(t, "info", "--json", dir)).UUID
+	tuttifs(t, "umount", dir)
+	r = execAs(t, "tuttifs", "UUID="+uuid, dir, "-o", "search="+search+",sockets="+filepath.Dir(dir))
+	require.Zero(t, r.code, r.stderr)
+}
+
+func TestMetadataOnlyReplay(t *testing.T) {
+	trace := smallTrace(t, 300)
+	doc := decode[replayDocument](t, tuttifs(t, "replay", "--metadata-only", "--json", trace))
+	require.EqualValues(t, 300, doc.Requests)
+	require.Zero(t, doc.Evictions)
+	require.Zero(t, doc.BytesRead+doc.BytesWritten)
+	requests, err := os.ReadFile(trace)
+	require.NoError(t, err)
+	list, err := readTrace(bytes.NewReader(requests), trace, 0)
+	require.NoError(t, err)
+	require.EqualValues(t, uniqueBlocks(list), doc.StoredBlocks, "without a limit every block is stored once")
+
+	last := 0.0
+	for _, capacity := range []string{"200", "800", "3000"} {
+		for _, policy := range []string{"lru", "sieve", "s3fifo"} {
+			doc := decode[replayDocument](t, tuttifs(t, "replay", "--metadata-only", "--json", "--capacity-blocks", capacity, "--policy", policy, trace))
+			require.LessOrEqual(t, doc.StoredBlocks-doc.Evictions, uint64(3000))
+			if policy == "lru" {
+				require.Greater(t, doc.HitRate, last, "more room, more hits")
+				last = doc.HitRate
+			}
+		}
+	}
+	refused(t, 1, "policy", "replay", "--metadata-only", "--policy", "belady", trace)
+	require.NoError(t, os.WriteFile(trace, []byte("{}\n"), 0o600))
+	refused(t, 1, trace+":1: timestamp is missing", "replay", "--metadata-only", trace)
+}

@@ -1,0 +1,198 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// runInProcess runs the command line without a process of its own.
+func runInProcess(t *testing.T, argv ...string) (code int, stdout, stderr string) {
+	t.Helper()
+	var out, errs bytes.Buffer
+	code = runMain(context.Background(), &env{stdin: strings.NewReader(""), stdout: &out, stderr: &errs}, argv)
+	return code, out.String(), errs.String()
+}
+
+func TestHelpOfEveryCommand(t *testing.T) {
+	code, usage, _ := runInProcess(t, "tuttifs", "--help")
+	require.Zero(t, code)
+	for _, mk := range commands {
+		c := mk()
+		require.NotEmpty(t, c.summary, c.name)
+		require.Contains(t, usage, c.summary)
+		for _, flag := range []string{"--help", "-h"} {
+			code, stdout, stderr := runInProcess(t, append(append([]string{"tuttifs"}, strings.Fields(c.name)...), flag)...)
+			require.Zero(t, code, c.name)
+			require.Empty(t, stderr, c.name)
+			for _, section := range []string{"usage: tuttifs " + c.name, "FLAGS", "EXAMPLE", "EXIT STATUS"} {
+				require.Contains(t, stdout, section, c.name)
+			}
+			require.Contains(t, c.example, "tuttifs "+c.name, "the example shows the command")
+		}
+		code, stdout, _ := runInProcess(t, append(append([]string{"tuttifs"}, strings.Fields(c.name)...), "--version")...)
+		require.Zero(t, code)
+		require.Equal(t, "tuttifs "+version+"\n", stdout)
+	}
+}
+
+func TestUsageErrors(t *testing.T) {
+	for _, c := range []struct {
+		argv string
+		code int
+		says string
+	}{
+		{"tuttifs", 2, "usage: tuttifs COMMAND"},
+		{"tuttifs frobnicate", 2, `unknown command "frobnicate"`},
+		{"tuttifs bench", 2, "unknown command"},
+		{"tuttifs mkfs", 2, "name 1 to 64 drives"},
+		{"tuttifs mkfs --nope x", 2, "unknown flag: --nope"},
+		{"tuttifs mkfs --size 12q x", 2, "not a size"},
+		{"tuttifs mkfs -U zz x", 2, "not a UUID"},
+		{"mkfs.tuttifs --nope", 2, "mkfs.tuttifs: unknown flag"},
+		{"tuttifs mount", 1, "name a drive"},
+		{"tuttifs mount --nope", 1, "unknown flag"},
+		{"tuttifs mount /x /y -o bogus,ro,strange=1", 1, `unknown mount option "bogus"; unknown mount option "strange=1"`},
+		{"tuttifs mount /x /y -o policy=belady", 1, "one of lru, sieve, s3fifo"},
+		{"tuttifs mount /x /y -o uid", 1, "write uid=N"},
+		{"tuttifs mount /x /y -t ext4", 1, "not tuttifs"},
+		{"mount.fuse.tuttifs /x /y -o bogus", 1, "mount.fuse.tuttifs: unknown mount option"},
+		{"tuttifs /x /y -o bogus", 1, "unknown mount option"},
+		{"tuttifs mount /no/such/drive /no/such/dir", 32, "/no/such/dir"},
+		{"tuttifs mount /no/such/drive /", 32, "/no/such/drive"},
+		{"tuttifs mount none /", 1, "none needs -o volume="},
+		{"tuttifs umount", 2, "name one mount point"},
+		{"tuttifs umount /", 1, "/ is not a tuttifs mount"},
+		{"tuttifs info", 2, "name a mount point or drives"},
+		{"tuttifs status /", 1, "not a tuttifs mount"},
+		{"tuttifs ls", 2, "name a mount point"},
+		{"tuttifs ls /", 1, "not a tuttifs mount"},
+		{"tuttifs prefixes /", 2, "name a mount point"},
+		{"tuttifs evict / p", 2, "choose one of"},
+		{"tuttifs evict / p --all --count 1", 2, "choose one of"},
+		{"tuttifs evict / p nokey", 2, "not a key"},
+		{"tuttifs evict / p --all", 1, "/"},
+		{"tuttifs trace --requests 0", 2, "at least 1"},
+		{"tuttifs replay", 2, "name a trace"},
+		{"tuttifs replay x", 2, "name the mount point"},
+		{"tuttifs replay x /m --metadata-only", 2, "needs no mount"},
+		{"tuttifs replay x /m --policy lru", 2, "mounted: -o policy=lru"},
+		{"tuttifs replay x /m --scale 0", 2, "--scale"},
+		{"tuttifs replay /no/such/trace --metadata-only", 1, "/no/such/trace"},
+		{"tuttifs fsck", 16, ""},
+		{"fsck.tuttifs --nope", 16, "unknown flag"},
+		{"fsck.fuse.tuttifs --nope", 16, "unknown flag"},
+		{"tuttifs fsck -n /no/such/drive", 8, "/no/such/drive"},
+	} {
+		code, _, stderr := runInProcess(t, strings.Fields(c.argv)...)
+		require.Equal(t, c.code, code, "%s: %s", c.argv, stderr)
+		require.Contains(t, stderr, c.says, c.argv)
+		require.NotContains(t, stderr, "goroutine", c.argv)
+	}
+}
+
+func TestExitCodes(t *testing.T) {
+	for _, c := range []struct {
+		err                error
+		plain, mount, fsck int
+	}{
+		{nil, 0, 0, 0},
+		{errors.New("x"), 1, 32, 8},
+		{usagef("x"), 2, 1, 16},
+		{fmt.Errorf("y: %w", usagef("x")), 2, 1, 16},
+		{fmt.Errorf("y: %w", os.ErrPermission), 1, 1, 8},
+		{systemError{errors.New("x")}, 1, 2, 8},
+		{context.Canceled, 130, 8, 32},
+		{&panicError{"x", nil}, 70, 4, 8},
+		{exitStatus(4), 4, 4, 4},
+	} {
+		require.Equal(t, c.plain, plainExits.code(c.err), "%v", c.err)
+		require.Equal(t, c.mount, mountExits.code(c.err), "%v", c.err)
+		require.Equal(t, c.fsck, fsckExits.code(c.err), "%v", c.err)
+	}
+}
+
+func TestPanicsBecomeMessages(t *testing.T) {
+	var errs bytes.Buffer
+	e := &env{stdout: &errs, stderr: &errs, prog: "tuttifs fsck"}
+	c := &command{exits: &fsckExits, flags: newFlags("x"), run: func(context.Context, *env, []string) error { panic("broken") }}
+	require.Equal(t, 8, runCommand(context.Background(), e, c, nil))
+	require.Contains(t, errs.String(), "tuttifs fsck: defect in tuttifs: broken\n")
+}
+
+func TestErrorsAreOneLineEach(t *testing.T) {
+	require.Equal(t, "p: a\np: b\n", message("p", errors.Join(errors.New("a"), errors.New("b"))))
+	require.Equal(t, "p: interrupted\n", message("p", fmt.Errorf("x: %w", context.Canceled)))
+}
+
+func TestParseSize(t *testing.T) {
+	for text, want := range map[string]uint64{"0": 0, "4096": 4096, "4k": 4096, "1M": 1 << 20, "2GiB": 2 << 30, "3tb": 3 << 40, "1p": 1 << 50} {
+		n, err := parseSize(text)
+		require.NoError(t, err, text)
+		require.Equal(t, want, n, text)
+	}
+	for _, text := range []string{"", "k", "-1", "1.5g", "99999999999999999999", "18014398509481984k", "1e3", "0x10"} {
+		_, err := parseSize(text)
+		require.Error(t, err, text)
+	}
+}
+
+func TestHumanBytes(t *testing.T) {
+	for n, want := range map[uint64]string{0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB", 1<<20 - 1: "1.0 MiB", 1 << 40: "1.0 TiB",
+		1<<64 - 1: "16.0 EiB"} {
+		require.Equal(t, want, humanBytes(n))
+	}
+}
+
+func TestMountOptions(t *testing.T) {
+	s := newMountSettings()
+	require.NoError(t, s.parse([]string{"ro,nofail,_netdev,noatime,x-systemd.automount", "uid=7,gid=8,umask=027,noxattr,allow_other",
+		"policy=sieve,pollers=3,checkpoint=5,sockets=/s,volume=kv0,search=/a,search=/b,nodiscard,timeout=0,"}, false))
+	d := s.daemon
+	require.True(t, d.ReadOnly && d.NoXattr && d.AllowOther)
+	require.EqualValues(t, []uint32{7, 8, 0o027}, []uint32{d.UID, d.GID, d.Umask})
+	require.Equal(t, []int{3, 5}, []int{d.Pollers, d.CheckpointSeconds})
+	require.Equal(t, []string{"sieve", "/s", "kv0"}, []string{d.Policy, d.SocketDir, s.volume})
+	require.Equal(t, []string{"/a", "/b"}, s.search)
+	require.False(t, *d.Discard)
+	require.Zero(t, d.EntryTimeout)
+
+	require.NoError(t, newMountSettings().parse([]string{"bogus,rw"}, true), "sloppy")
+	for _, bad := range []string{"bogus", "ro=1", "uid=", "uid=-1", "umask=8", "umask=01000", "pollers=0", "checkpoint=x", "timeout=NaN", "volume"} {
+		require.ErrorContains(t, newMountSettings().parse([]string{bad}, false), bad)
+	}
+}
+
+func TestEveryMountOptionIsInTheHelp(t *testing.T) {
+	_, stdout, _ := runInProcess(t, "tuttifs", "mount", "--help")
+	for _, o := range mountOptionTable {
+		require.Contains(t, stdout, "\n  "+o.name)
+		require.False(t, toleratedOptions[o.name], o.name)
+	}
+}
+
+func TestUnescape(t *testing.T) {
+	require.Equal(t, `a b	c\d`, unescape(`a\040b\011c\134d`))
+}
+
+func TestScaleKV(t *testing.T) {
+	o := &replayOptions{model: "llama3-8b", scale: 1}
+	whole, err := o.kv()
+	require.NoError(t, err)
+	require.Equal(t, []int{32, 512}, []int{whole.Layers, whole.Tokens})
+	for scale, want := range map[int][2]int{1: {32, 512}, 4: {8, 512}, 8: {4, 512}, 64: {4, 64}, 1024: {4, 4}, 1 << 20: {4, 1}} {
+		kv := scaleKV(whole, scale)
+		require.Equal(t, want, [2]int{kv.Layers, kv.Tokens}, scale)
+		g, err := kv.Geometry()
+		require.NoError(t, err)
+		require.NoError(t, g.Validate())
+	}
+	_, err = (&replayOptions{model: "llama3-9b"}).kv()
+	require.ErrorContains(t, err, "unknown model")
+}
