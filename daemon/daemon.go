@@ -98,7 +98,7 @@ func Run(ctx context.Context, o Options) (err error) {
 	if o.Ready != nil {
 		o.Ready()
 	}
-	o.Log.Info("mounted", "dir", o.Dir, "volume", FormatUUID(d.volume.Info().UUID))
+	o.Log.Info("mounted", "dir", o.Dir, "volume", extentmap.FormatUUID(d.volume.Info().UUID))
 	gone := make(chan struct{})
 	go func() { d.server.Wait(); close(gone) }()
 	select {
@@ -138,7 +138,7 @@ func (d *Daemon) open() (err error) {
 	info := d.volume.Info()
 	name := info.Label
 	if name == "" {
-		name = FormatUUID(info.UUID)
+		name = extentmap.FormatUUID(info.UUID)
 	}
 	umask, entry, attr := o.Umask, o.EntryTimeout, o.AttrTimeout
 	if umask == 0 {
@@ -220,9 +220,4 @@ func (d *Daemon) statusFiles() []fs.StatusFile {
 		file("version", d.versionDocument), file("volume", d.volumeDocument), file("drives", d.drivesDocument),
 		file("stats", func() any { return d.stats() }), file("sessions", d.sessionsDocument), file("options", d.optionsDocument),
 	}
-}
-
-// FormatUUID writes the usual 36 characters.
-func FormatUUID(id [16]byte) string {
-	return fmt.Sprintf("%x-%x-%x-%x-%x", id[:4], id[4:6], id[6:8], id[8:10], id[10:])
 }

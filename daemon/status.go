@@ -100,7 +100,7 @@ type DriveDocument struct {
 // NewDriveDocument describes a drive as mkfs, info and the status files show it.
 func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
 	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
-	return DriveDocument{d.Index, FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata, d.Segments,
+	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata, d.Segments,
 		d.FreeSegments, d.ReadErrors, d.WriteErrors}
 }
 
@@ -247,7 +247,7 @@ func (d *Daemon) volumeDocument() any {
 func NewVolumeDocument(v *extentmap.Volume) *VolumeDocument {
 	info := v.Info()
 	doc := &VolumeDocument{
-		OutputVersion: StatusVersion, UUID: FormatUUID(info.UUID), Label: info.Label, Epoch: info.Epoch, Nonce: info.Nonce, Width: info.Width,
+		OutputVersion: StatusVersion, UUID: extentmap.FormatUUID(info.UUID), Label: info.Label, Epoch: info.Epoch, Nonce: info.Nonce, Width: info.Width,
 		SegmentBytes: info.SegmentBytes, ReadOnly: info.ReadOnly, Draft: info.Draft, TotalBytes: info.TotalBytes,
 		UnassignedBytes: info.FreeBytes, JournalBytes: info.JournalBytes, JournalUsedBytes: info.JournalUsedBytes,
 		Pools: []PoolDocument{}, Families: []FamilyDocument{}, Tenants: []TenantDocument{},

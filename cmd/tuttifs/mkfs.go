@@ -162,7 +162,7 @@ type planDocument struct {
 }
 
 func planJSON(p *extentmap.FormatPlan, dryRun bool) planDocument {
-	return planDocument{outputVersion, dryRun, daemon.FormatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes, p.JournalBytes, p.MetadataBytes,
+	return planDocument{outputVersion, dryRun, extentmap.FormatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes, p.JournalBytes, p.MetadataBytes,
 		p.UsableBytes, daemon.NewDriveDocuments(p.Drives)}
 }
 
@@ -172,7 +172,7 @@ func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {
 	if label == "" {
 		label = "-"
 	}
-	fmt.Fprintf(w, "volume\t%s\n", daemon.FormatUUID(p.UUID))
+	fmt.Fprintf(w, "volume\t%s\n", extentmap.FormatUUID(p.UUID))
 	fmt.Fprintf(w, "label\t%s\n", label)
 	fmt.Fprintf(w, "drives\t%d, rows over %d\n", len(p.Drives), p.Width)
 	fmt.Fprintf(w, "segment\t%s\n", humanBytes(p.SegmentBytes))

@@ -7,7 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"tuttifs/daemon"
+	"tuttifs/extentmap"
 )
 
 // resolve turns what fstab or a person wrote into paths of drives.
@@ -41,7 +41,7 @@ func (s *mountSettings) findVolume(name string) ([]string, error) {
 	volumes := map[[16]byte]bool{}
 	for _, path := range append(blockDevices(), filesIn(search)...) {
 		label, err := readLabel(path)
-		if err != nil || label.Name != name && !strings.EqualFold(daemon.FormatUUID(label.Volume), name) {
+		if err != nil || label.Name != name && !strings.EqualFold(extentmap.FormatUUID(label.Volume), name) {
 			continue // not ours, not readable, or not the one
 		}
 		found = append(found, path)
