@@ -1,0 +1,188 @@
+package gpufile
+
+import (
+	"cmp"
+	"slices"
+	"time"
+)
+
+// Pools share the volume by whole rows. A pool that finds no room asks for a row; the worker empties the cheapest row of a pool
+// above its minimum, leaf first, and gives it back to the volume.
+
+const (
+	giveTries = 4 // rows of one pool that are tried
+	giveWait  = 5 * time.Second
+	givePause = time.Second // after nobody could give
+	// innerCost is what evicting an inner node weighs against a leaf: what hangs on it goes too.
+	innerCost = 4
+)
+
+// rowBytes is what files can occupy in one row.
+func (p *Pool) rowBytes() uint64 { return uint64(p.m.SlotsPerRow()) * p.m.SlotBytes() }
+
+// mayGive says whether the pool stays at its minimum or above without one row.
+func (p *Pool) mayGive() bool {
+	rows := uint64(len(p.m.Rows()))
+	return rows > 0 && (rows-1)*p.rowBytes() >= p.m.Spec().MinBytes
+}
+
+// mayGrow says whether the pool's maximum allows one more row.
+func (p *Pool) mayGrow() bool {
+	limit := p.m.Spec().MaxBytes
+	return limit == 0 || (uint64(len(p.m.Rows()))+1)*p.rowBytes() <= limit
+}
+
+// wantRow asks for a row of another pool and reports whether one may come. p's mutex is held.
+func (s *Store) wantRow(p *Pool) bool {
+	if s.now().UnixNano() < s.noGive.Load() || !p.mayGrow() {
+		return false
+	}
+	for _, q := range s.set.Load().list {
+		if q != p && q.mayGive() {
+			select {
+			case s.giving <- p:
+			default: // one is being given already
+			}
+			return true
+		}
+	}
+	return false
+}
+
+// workRows serves the pools that want a row.
+func (s *Store) workRows() {
+	defer s.workers.Done()
+	for {
+		select {
+		case <-s.quit:
+			return
+		case p := <-s.giving:
+			if !s.give(p) {
+				s.noGive.Store(s.now().Add(givePause).UnixNano())
+			}
+			p.mu.Lock()
+			p.growth.full = false
+			p.mu.Unlock()
+		}
+	}
+}
+
+// give makes another pool than p give a row back.
+func (s *Store) give(p *Pool) bool {
+	for _, q := range s.set.Load().list {
+		if q != p && q.mayGive() && q.giveRow() {
+			return true
+		}
+	}
+	return false
+}
+
+// giveRow empties a row and drops it.
+func (q *Pool) giveRow() bool {
+	q.mu.Lock()
+	row, ok := q.emptyRow()
+	if ok {
+		q.growth.draining = row
+		q.flushFrees()
+	}
+	q.mu.Unlock()
+	if !ok {
+		return false
+	}
+	dropped := false
+	deadline := time.Now().Add(giveWait)
+	for !dropped && time.Now().Before(deadline) {
+		select {
+		case <-q.s.quit:
+			deadline = time.Now()
+		case <-time.After(retryEvery):
+			dropped = q.dropRow(row, deadline)
+		}
+	}
+	q.mu.Lock()
+	q.unpark()
+	q.growth.draining = none
+	q.mu.Unlock()
+	return dropped
+}
+
+// dropRow tries once; frees that are not durable yet make it fail.
+func (q *Pool) dropRow(row uint32, deadline time.Time) bool {
+	q.mu.Lock()
+	q.unpark()
+	t, err := q.m.DropRow(row)
+	q.mu.Unlock()
+	if err != nil {
+		return false
+	}
+	waitUntil(t, deadline)
+	select {
+	case <-t.Done():
+		return t.Err() == nil
+	default:
+		return false
+	}
+}
+
+func (q *Pool) unpark() {
+	for _, slot := range q.growth.parked {
+		q.m.Unalloc(slot)
+	}
+	q.growth.parked = q.growth.parked[:0]
+}
+
+// emptyRow evicts all files of the cheapest row that can be emptied, with what hangs on them.
+func (q *Pool) emptyRow() (row uint32, ok bool) {
+	type candidate struct{ row, cost uint32 }
+	var rows []candidate
+	per := q.m.SlotsPerRow()
+	for _, r := range q.m.Rows() {
+		c := candidate{row: r.Number}
+		for slot := r.Number * per; slot < (r.Number+1)*per && int(slot) < len(q.nodes.s); slot++ {
+			switch n := &q.nodes.s[slot]; {
+			case n.pins() > 0 || n.is(flagReserved|flagDoomed):
+				c.cost = none
+			case c.cost == none:
+			case n.is(flagVisible) && n.leaf():
+				c.cost++
+			case n.is(flagVisible):
+				c.cost += innerCost
+			}
+		}
+		if c.cost != none {
+			rows = append(rows, c)
+		}
+	}
+	slices.SortFunc(rows, func(a, b candidate) int { return cmp.Compare(a.cost, b.cost) })
+	for _, c := range rows[:min(len(rows), giveTries)] {
+		if q.planRow(c.row) {
+			q.applyPlan()
+			return c.row, true
+		}
+		q.undoPlan()
+	}
+	return none, false
+}
+
+// planRow plans the eviction of a row's files and all their descendants; a pinned one among these makes it fail.
+func (q *Pool) planRow(row uint32) bool {
+	per := q.m.SlotsPerRow()
+	for slot := row * per; slot < (row+1)*per && int(slot) < len(q.nodes.s); slot++ {
+		for q.nodes.s[slot].is(flagVisible) {
+			leaf := slot
+			for !q.nodes.s[leaf].leaf() {
+				leaf = q.nodes.s[leaf].first
+			}
+			if !q.evictable(leaf) {
+				return false
+			}
+			if q.nodes.s[leaf].is(flagOrphan) {
+				q.orphans.remove(leaf)
+			} else {
+				q.policy.remove(leaf)
+			}
+			q.take(leaf)
+		}
+	}
+	return true
+}

@@ -1,0 +1,101 @@
+package gpufile
+
+import (
+	"fmt"
+
+	"tuttifs/checksum"
+	"tuttifs/extentmap"
+)
+
+// reportsMax bounds the reports that wait for the verifier.
+const reportsMax = 1024
+
+// report is one file that a reader found damaged; its slot is pinned until it has been verified.
+type report struct {
+	p      *Pool
+	slot   uint32
+	key    Key
+	seed   checksum.Seed
+	ticket *extentmap.Ticket
+}
+
+// SetVerifier installs the function that rereads a slot and says whether its bytes are intact.
+func (s *Store) SetVerifier(verify func(p *Pool, slot uint32, seed checksum.Seed) bool) {
+	s.verify.Store(&verify)
+}
+
+// ReportBad: a reader found damage. The store's worker rereads the file outside all locks, and evicts it if the damage is
+// there; the ticket is done when that is durable, or when the file proved intact. Only one reader's word never evicts.
+func (m *Member) ReportBad(p *Pool, slot uint32, generation uint64) (*extentmap.Ticket, error) {
+	if err := m.lock(); err != nil {
+		return nil, err
+	}
+	defer m.ses.mu.Unlock()
+	s := m.ses.s
+	if s.verify.Load() == nil {
+		return nil, fmt.Errorf("%w: nothing here can verify files", ErrInvalid)
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.holds(slot, generation, 64) || p.nodes.s[slot].pins() == pinsMax {
+		return nil, fmt.Errorf("%w: slot %d does not hold generation %d (any more)", ErrNotFound, slot, generation)
+	}
+	r := p.m.Record(slot)
+	rep := report{
+		p: p, slot: slot, key: r.Key, ticket: extentmap.NewTicket(),
+		seed: p.seed(r.Tenant, &r.Key, r.Nonce, r.Generation),
+	}
+	p.pin(slot)
+	select {
+	case s.reports <- rep:
+		return rep.ticket, nil
+	default:
+		p.unpin(slot)
+		return nil, fmt.Errorf("%w: %d reports are waiting", ErrAgain, reportsMax)
+	}
+}
+
+// workReports verifies what was reported, one file at a time.
+func (s *Store) workReports() {
+	defer s.workers.Done()
+	for {
+		select {
+		case <-s.quit:
+			s.dropReports()
+			return
+		case r := <-s.reports:
+			r.settle((*s.verify.Load())(r.p, r.slot, r.seed))
+		}
+	}
+}
+
+// settle evicts a damaged file, and ends the pin.
+func (r *report) settle(intact bool) {
+	p := r.p
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !intact {
+		p.count.bad.Add(1)
+		if p.nodes.s[r.slot].is(flagVisible) && !p.s.readOnly {
+			p.doom(r.slot)
+			p.count.doomed.Add(1)
+		}
+	}
+	p.unpin(r.slot)
+	p.freeWaiters = append(p.freeWaiters, r.ticket)
+	p.flushFrees()
+}
+
+func (s *Store) dropReports() {
+	for {
+		select {
+		case r := <-s.reports:
+			r.p.mu.Lock()
+			r.p.unpin(r.slot)
+			r.p.mu.Unlock()
+			r.ticket.Complete(ErrSession)
+		default:
+			return
+		}
+	}
+}

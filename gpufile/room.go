@@ -1,0 +1,153 @@
+package gpufile
+
+import (
+	"errors"
+	"time"
+
+	"tuttifs/extentmap"
+)
+
+const (
+	// growRows bounds the rows on their way at one time.
+	growRows = 8
+	// growPause is how long a pool that was refused a row waits before it asks again, unless a row was given back.
+	growPause = 100 * time.Millisecond
+	// Free slots are kept ahead of need: 1/aheadShare of a pool's slots, at most aheadMax.
+	aheadShare = 64
+	aheadMax   = 4096
+)
+
+// growth is a pool's asking for rows.
+type growth struct {
+	tickets []*extentmap.Ticket // rows that will be allocatable when done
+	retryAt time.Time           // refused until then
+	full    bool                // the last refusal still holds
+	// draining is a row being given back: its free slots are parked instead of being handed out.
+	draining uint32
+	parked   []uint32
+}
+
+// room is what a pool's slots are, now.
+type room struct {
+	free   int // allocatable
+	coming int // being freed, or in rows on their way
+	total  int // in rows
+	cap    int // on live files; 0 for none
+}
+
+func (p *Pool) room() room {
+	free, freeing, used := p.m.Counts()
+	g := &p.growth
+	rows := g.tickets[:0]
+	for _, t := range g.tickets {
+		select {
+		case <-t.Done():
+		default:
+			rows = append(rows, t)
+		}
+	}
+	clear(g.tickets[len(rows):])
+	g.tickets = rows
+	return room{
+		free:   int(free),
+		coming: int(freeing) + len(p.toFree) + len(rows)*int(p.m.SlotsPerRow()),
+		total:  int(free) + int(freeing) + int(used),
+		cap:    int(p.m.Spec().MaxSlots),
+	}
+}
+
+// ahead is how many free slots are kept ready.
+func ahead(slots int) int { return min(slots/aheadShare, aheadMax) }
+
+// planRoom plans evictions until need slots more may live and will be free, growing before evicting. It returns how many
+// slots are too many when everything else is pinned or reserved.
+func (p *Pool) planRoom(need int) (cut int, err error) {
+	if need == 0 {
+		return 0, nil
+	}
+	planned := len(p.victims)
+	r := p.room()
+	r.coming += planned
+	if need > r.free+r.coming {
+		r.coming += p.grow(&r, need-r.free-r.coming)
+	}
+	evict := need - r.free - r.coming
+	if r.cap > 0 {
+		evict = max(evict, int(p.files)+int(p.reserved)+need-planned-r.cap)
+	}
+	if evict <= 0 || p.plan(evict) {
+		return 0, nil
+	}
+	cut = evict - (len(p.victims) - planned)
+	if r.cap == 0 || r.total+need <= r.cap {
+		if p.s.wantRow(p) { // another pool is giving a row back
+			return cut, ErrAgain
+		}
+	}
+	return cut, ErrNoSpace
+}
+
+// grow asks for rows of at least slots more slots, and returns how many slots will come.
+func (p *Pool) grow(r *room, slots int) int {
+	g := &p.growth
+	if slots <= 0 || g.full && p.s.now().Before(g.retryAt) {
+		return 0
+	}
+	onWay := r.total + len(g.tickets)*int(p.m.SlotsPerRow())
+	coming := 0
+	for coming < slots && len(g.tickets) < growRows {
+		if r.cap > 0 && onWay+coming >= r.cap+max(ahead(r.cap), slots) {
+			break // enough for the cap and for what is being freed
+		}
+		t, err := p.m.AddRow()
+		if err != nil {
+			if errors.Is(err, extentmap.ErrNoSpace) {
+				g.full, g.retryAt = true, p.s.now().Add(growPause)
+			}
+			break
+		}
+		g.full = false
+		g.tickets = append(g.tickets, t)
+		coming += int(p.m.SlotsPerRow())
+	}
+	return coming
+}
+
+// freeAhead keeps a few slots free in physical space, so that a reservation seldom waits for frees to be durable: by a row
+// where one is left, else by evicting a little ahead.
+func (p *Pool) freeAhead() {
+	r := p.room()
+	low := ahead(r.total)
+	lack := low - r.free - r.coming
+	if lack <= 0 {
+		return
+	}
+	if lack -= p.grow(&r, lack); lack <= 0 {
+		return
+	}
+	for lack > 0 && p.plan(1) {
+		lack--
+	}
+	p.applyPlan()
+	p.flushFrees()
+}
+
+// alloc takes a free slot and makes its node addressable.
+func (p *Pool) alloc(parent uint32) (slot uint32, ok bool) {
+	for {
+		slot, ok = p.m.Alloc(parent)
+		if !ok {
+			return none, false
+		}
+		if g := &p.growth; g.draining != none && slot/p.m.SlotsPerRow() == g.draining {
+			g.parked = append(g.parked, slot)
+			continue
+		}
+		break
+	}
+	if int(slot) >= len(p.nodes.s) && p.nodes.ensure(max(slot+1, p.m.Slots())) != nil {
+		p.m.Unalloc(slot)
+		return none, false
+	}
+	return slot, true
+}

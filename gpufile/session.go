@@ -1,0 +1,199 @@
+package gpufile
+
+import (
+	"crypto/rand"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Limits of sessions.
+const (
+	SessionsMax = 65536
+	MembersMax  = 1024    // of one session
+	KeysMax     = 1 << 16 // of one peek, pin or reserve
+)
+
+// Token lets another process join a session.
+type Token [16]byte
+
+// session is what its members share. Its mutex is taken before any pool's.
+type session struct {
+	s     *Store
+	id    uint32
+	uid   uint32
+	token Token
+	since time.Time
+
+	leases leaseTable // read without the mutex
+
+	mu           sync.Mutex
+	members      map[*Member]struct{}
+	ended        bool
+	pins         map[requestKey]*pinset
+	reservations map[requestKey]*reservation
+	reserved     int // slots granted for writing
+	scratch      []uint32
+}
+
+// requestKey names a request or a reservation: ids are the engine's, one space for each group.
+type requestKey struct {
+	group uint32
+	id    uint64
+}
+
+// Member is one process in a session; its Close (or death) frees what it held: its pins, and every uncommitted reservation
+// of the session in which it took part. When the last member leaves, the session ends. A slot with a command in flight is
+// freed only when the command has completed.
+type Member struct {
+	ses    *session
+	closed atomic.Bool
+}
+
+// NewSession makes a session with one member.
+func (s *Store) NewSession(uid uint32) (*Member, error) {
+	ses := &session{
+		s: s, uid: uid, since: s.now(),
+		members:      make(map[*Member]struct{}),
+		pins:         make(map[requestKey]*pinset),
+		reservations: make(map[requestKey]*reservation),
+	}
+	_, _ = rand.Read(ses.token[:]) // never fails, by its contract
+	ses.leases.init()
+	m := &Member{ses: ses}
+	ses.members[m] = struct{}{}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, ErrSession
+	}
+	if len(s.sessions) >= SessionsMax {
+		return nil, fmt.Errorf("%w: %d sessions are open, no more are allowed", ErrInvalid, SessionsMax)
+	}
+	for ses.id == 0 || s.sessions[ses.id] != nil {
+		s.lastSession++
+		ses.id = s.lastSession
+	}
+	s.sessions[ses.id] = ses
+	return m, nil
+}
+
+// Join adds a process to the session of a token. Only the user who made it may join.
+func (s *Store) Join(t Token, uid uint32) (*Member, error) {
+	var ses *session
+	s.mu.Lock()
+	for _, c := range s.sessions {
+		if c.token == t {
+			ses = c
+		}
+	}
+	s.mu.Unlock()
+	if ses == nil || (uid != ses.uid && uid != 0) {
+		return nil, fmt.Errorf("%w: no session of yours has this token", ErrSession)
+	}
+	ses.mu.Lock()
+	defer ses.mu.Unlock()
+	if ses.ended {
+		return nil, ErrSession
+	}
+	if len(ses.members) >= MembersMax {
+		return nil, fmt.Errorf("%w: session %d has %d members, no more are allowed", ErrInvalid, ses.id, MembersMax)
+	}
+	m := &Member{ses: ses}
+	ses.members[m] = struct{}{}
+	return m, nil
+}
+
+func (m *Member) SessionID() uint32 { return m.ses.id }
+func (m *Member) Token() Token      { return m.ses.token }
+
+// lock takes the session's mutex; it fails for a member that has left.
+func (m *Member) lock() error {
+	m.ses.mu.Lock()
+	if m.closed.Load() || m.ses.ended {
+		m.ses.mu.Unlock()
+		return ErrSession
+	}
+	return nil
+}
+
+// Close takes the member out of its session. Closing again does nothing.
+func (m *Member) Close() {
+	ses := m.ses
+	ses.mu.Lock()
+	if m.closed.Swap(true) {
+		ses.mu.Unlock()
+		return
+	}
+	delete(ses.members, m)
+	last := len(ses.members) == 0
+	for k, ps := range ses.pins {
+		if ps.leave(m) || last {
+			ses.release(k, ps)
+		}
+	}
+	for _, r := range ses.reservations {
+		if r.state == reserveOpen && (last || r.has(m)) {
+			ses.abort(r, ErrSession)
+		}
+	}
+	ses.ended = last
+	ses.mu.Unlock()
+	if last {
+		ses.s.mu.Lock()
+		delete(ses.s.sessions, ses.id)
+		ses.s.mu.Unlock()
+	}
+}
+
+// sweep ends pins and reservations whose time is up, and forgets finished ones.
+func (ses *session) sweep(now time.Time) {
+	ses.mu.Lock()
+	defer ses.mu.Unlock()
+	for k, ps := range ses.pins {
+		if now.After(ps.deadline) {
+			ses.release(k, ps)
+		}
+	}
+	for k, r := range ses.reservations {
+		if !now.After(r.deadline) {
+			continue
+		}
+		switch r.state {
+		case reserveOpen:
+			ses.abort(r, fmt.Errorf("%w: reservation %d timed out", ErrNotFound, k.id))
+			delete(ses.reservations, k)
+		case reserveDone:
+			delete(ses.reservations, k)
+		}
+	}
+}
+
+// SessionInfo for status files.
+type SessionInfo struct {
+	ID       uint32
+	UID      uint32
+	Members  int
+	Pins     int
+	Reserved int
+	Since    time.Time
+}
+
+// Sessions lists the sessions, by ID.
+func (s *Store) Sessions() []SessionInfo {
+	all := s.allSessions()
+	infos := make([]SessionInfo, 0, len(all))
+	for _, ses := range all {
+		ses.mu.Lock()
+		info := SessionInfo{
+			ID: ses.id, UID: ses.uid, Members: len(ses.members), Reserved: ses.reserved, Since: ses.since,
+		}
+		for _, ps := range ses.pins {
+			info.Pins += ps.count()
+		}
+		ses.mu.Unlock()
+		infos = append(infos, info)
+	}
+	return infos
+}
