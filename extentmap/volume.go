@@ -497,6 +497,10 @@ func (p *Pool) AddRow() (*Ticket, error) {
 	return ticket, err
 }
 
+// capSlack is how many slots a pool may have beyond its cap on live files: they stand in for those whose freeing is not
+// durable yet, so that a full pool need not wait at every store.
+func capSlack(maxSlots uint32) uint32 { return min(maxSlots/32+1, 8192) }
+
 // prepareRow assigns number and space to a pending row.
 func (p *Pool) prepareRow() (*row, error) {
 	v := p.v
@@ -505,7 +509,7 @@ func (p *Pool) prepareRow() (*row, error) {
 	switch {
 	case p.limits.maxBytes != 0 && uint64(p.rowCount+1)*p.rowBytes() > p.limits.maxBytes:
 		return nil, fmt.Errorf("%w: pool %s is at its maximum", ErrNoSpace, p.spec.Name)
-	case p.limits.maxSlots != 0 && p.rowCount*p.slotsPerRow >= p.limits.maxSlots:
+	case p.limits.maxSlots != 0 && p.rowCount*p.slotsPerRow >= p.limits.maxSlots+capSlack(p.limits.maxSlots):
 		return nil, fmt.Errorf("%w: pool %s has rows for all the files that it may have", ErrNoSpace, p.spec.Name)
 	case !v.catalogHasRoom(ondisk.RowEntrySize(v.width)):
 		return nil, fmt.Errorf("%w: the catalog has no room for another row", ErrNoSpace)

@@ -1,6 +1,7 @@
 package gpufile
 
 import (
+	"errors"
 	"fmt"
 
 	"tuttifs/extentmap"
@@ -175,7 +176,13 @@ func (p *Pool) flushFrees() {
 			done = func(err error) { completeAll(waiters, err) }
 		}
 		if _, err := t.Submit(done); err != nil {
-			p.s.kick()
+			if errors.Is(err, extentmap.ErrAgain) {
+				p.s.kick()
+				return
+			}
+			// The volume takes nothing any more: what the records say is found at the next mount.
+			completeAll(p.freeWaiters, err)
+			p.freeWaiters = nil
 			return
 		}
 		if done != nil {

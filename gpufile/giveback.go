@@ -17,19 +17,16 @@ const (
 	innerCost = 4
 )
 
-// rowBytes is what files can occupy in one row.
-func (p *Pool) rowBytes() uint64 { return uint64(p.m.SlotsPerRow()) * p.m.SlotBytes() }
-
 // mayGive says whether the pool stays at its minimum or above without one row.
 func (p *Pool) mayGive() bool {
 	rows := uint64(len(p.m.Rows()))
-	return rows > 0 && (rows-1)*p.rowBytes() >= p.m.Spec().MinBytes
+	return rows > 0 && (rows-1)*p.m.RowBytes() >= p.m.Spec().MinBytes
 }
 
 // mayGrow says whether the pool's maximum allows one more row.
 func (p *Pool) mayGrow() bool {
 	limit := p.m.Spec().MaxBytes
-	return limit == 0 || (uint64(len(p.m.Rows()))+1)*p.rowBytes() <= limit
+	return limit == 0 || (uint64(len(p.m.Rows()))+1)*p.m.RowBytes() <= limit
 }
 
 // wantRow asks for a row of another pool and reports whether one may come. p's mutex is held.

@@ -6,7 +6,6 @@ import (
 	"math/bits"
 	"unsafe"
 
-
 	"tuttifs/extentmap"
 )
 
@@ -292,4 +291,3 @@ func (x *index) bytes() int {
 	}
 	return n
 }
-

@@ -18,14 +18,14 @@ const nodeBytes = 24
 
 // Flags of node.meta.
 const (
-	flagVisible uint32 = 1 << iota // committed, in the index
-	flagDoomed                     // committed, no longer in the index, waiting for its last unpin
-	flagLinked                     // in its parent's list of children
-	flagOrphan                     // in the list of orphans: it has a parent key, but its parent is gone
-	flagSecond                     // in the policy's second queue
-	flagReserved  // granted for writing
-	refOne  uint32 = 1 << 6 // references counted by the policy: two bits
-	refMask uint32 = 3 << 6
+	flagVisible  uint32 = 1 << iota // committed, in the index
+	flagDoomed                      // committed, no longer in the index, waiting for its last unpin
+	flagLinked                      // in its parent's list of children
+	flagOrphan                      // in the list of orphans: it has a parent key, but its parent is gone
+	flagSecond                      // in the policy's second queue
+	flagReserved                    // granted for writing
+	refOne       uint32 = 1 << 6    // references counted by the policy: two bits
+	refMask      uint32 = 3 << 6
 
 	pinShift        = 8
 	pinOne   uint32 = 1 << pinShift

@@ -82,7 +82,7 @@ func newPool(s *Store, m *extentmap.Pool) (*Pool, error) {
 		return nil, fmt.Errorf("pool %q: %w", spec.Name, err)
 	}
 	p := &Pool{
-		s: s, m: m, identity: id, digest: spec.IdentityDigest, created: s.now(),
+		s: s, m: m, identity: id, digest: spec.IdentityDigest, created: time.Unix(0, m.CreationTime()),
 		pending: make(map[Key]pendingFile), tenants: make(map[uint32]*tenantUse),
 		growth: growth{draining: none},
 	}

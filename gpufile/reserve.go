@@ -34,8 +34,8 @@ type reservation struct {
 	tenant  uint32
 	members []*Member
 	items   []ReserveItem
-	parents []int     // each item's parent among the items, or -1
-	files   []resFile // [item][pool]
+	parents []int      // each item's parent among the items, or -1
+	files   []resFile  // [item][pool]
 	held    []heldSlot // committed parents, pinned until the outcome
 	need    []int      // by pool: slots to allocate
 
@@ -64,6 +64,9 @@ type heldSlot struct {
 
 func (r *reservation) file(item, pool int) *resFile { return &r.files[item*len(r.g.pools)+pool] }
 func (r *reservation) has(m *Member) bool           { return slices.Contains(r.members, m) }
+
+// putBytes bounds what a file takes in a transaction.
+const putBytes = 160
 
 // Reserve leases slots for writing: all or nothing (ErrNoSpace, ErrAgain, ErrQuota) unless partial, which grants a leading run.
 // Other ranks join by the same reserve id and get the same slots. Evicts as needed, leaf first, pinned never. Parents come
@@ -163,6 +166,12 @@ func (r *reservation) secure(partial bool) (int, error) {
 		defer r.ses.s.quotaMu.Unlock()
 	}
 	n := len(r.items)
+	if most := r.ses.s.v.MaxTransactionBytes() / putBytes / len(r.g.pools); n > most {
+		if !partial {
+			return 0, fmt.Errorf("%w: %d files in one reservation, the journal takes at most %d", ErrInvalid, n, most)
+		}
+		n = most
+	}
 	for {
 		cut, err := r.attempt(n)
 		if err == nil {

@@ -22,6 +22,7 @@ type growth struct {
 	tickets []*extentmap.Ticket // rows that will be allocatable when done
 	retryAt time.Time           // refused until then
 	full    bool                // the last refusal still holds
+	soon    bool                // the volume is about to have rows again
 	// draining is a row being given back: its free slots are parked instead of being handed out.
 	draining uint32
 	parked   []uint32
@@ -31,8 +32,9 @@ type growth struct {
 type room struct {
 	free   int // allocatable
 	coming int // being freed, or in rows on their way
+	used   int // holding something, what waits to be freed not counted
 	total  int // in rows
-	cap    int // on live files; 0 for none
+	cap    int // on used slots; 0 for none
 }
 
 func (p *Pool) room() room {
@@ -51,6 +53,7 @@ func (p *Pool) room() room {
 	return room{
 		free:   int(free),
 		coming: int(freeing) + len(p.toFree) + len(rows)*int(p.m.SlotsPerRow()),
+		used:   int(used) - len(p.toFree),
 		total:  int(free) + int(freeing) + int(used),
 		cap:    int(p.m.Spec().MaxSlots),
 	}
@@ -68,45 +71,40 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	planned := len(p.victims)
 	r := p.room()
 	r.coming += planned
-	if need > r.free+r.coming {
-		r.coming += p.grow(&r, need-r.free-r.coming)
-	}
-	evict := need - r.free - r.coming
+	r.coming += p.grow(need - r.free - r.coming)
+	lack := need - r.free - r.coming
+	evict := lack
 	if r.cap > 0 {
-		evict = max(evict, int(p.files)+int(p.reserved)+need-planned-r.cap)
+		evict = max(evict, r.used+need-planned-r.cap)
 	}
 	if evict <= 0 || p.plan(evict) {
 		return 0, nil
 	}
 	cut = evict - (len(p.victims) - planned)
-	if r.cap == 0 || r.total+need <= r.cap {
-		if p.s.wantRow(p) { // another pool is giving a row back
-			return cut, ErrAgain
-		}
+	if lack > 0 && (p.growth.soon || p.s.wantRow(p)) {
+		return cut, ErrAgain // a row is on its way back to the volume
 	}
 	return cut, ErrNoSpace
 }
 
 // grow asks for rows of at least slots more slots, and returns how many slots will come.
-func (p *Pool) grow(r *room, slots int) int {
+func (p *Pool) grow(slots int) int {
 	g := &p.growth
 	if slots <= 0 || g.full && p.s.now().Before(g.retryAt) {
 		return 0
 	}
-	onWay := r.total + len(g.tickets)*int(p.m.SlotsPerRow())
+	g.full, g.soon = false, false
 	coming := 0
 	for coming < slots && len(g.tickets) < growRows {
-		if r.cap > 0 && onWay+coming >= r.cap+max(ahead(r.cap), slots) {
-			break // enough for the cap and for what is being freed
-		}
 		t, err := p.m.AddRow()
-		if err != nil {
-			if errors.Is(err, extentmap.ErrNoSpace) {
-				g.full, g.retryAt = true, p.s.now().Add(growPause)
-			}
-			break
+		switch {
+		case errors.Is(err, extentmap.ErrAgain):
+			g.soon = true
+			return coming
+		case err != nil:
+			g.full, g.retryAt = true, p.s.now().Add(growPause)
+			return coming
 		}
-		g.full = false
 		g.tickets = append(g.tickets, t)
 		coming += int(p.m.SlotsPerRow())
 	}
@@ -122,7 +120,7 @@ func (p *Pool) freeAhead() {
 	if lack <= 0 {
 		return
 	}
-	if lack -= p.grow(&r, lack); lack <= 0 {
+	if lack -= p.grow(lack); lack <= 0 {
 		return
 	}
 	for lack > 0 && p.plan(1) {

@@ -50,7 +50,7 @@ type Store struct {
 
 	verify  atomic.Pointer[func(*Pool, uint32, checksum.Seed) bool]
 	reports chan report
-	giving  chan *Pool // pools that want a row of another
+	giving  chan *Pool   // pools that want a row of another
 	noGive  atomic.Int64 // Unix ns until which giving is not tried again
 	wake    chan struct{}
 	quit    chan struct{}
