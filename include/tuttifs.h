@@ -204,7 +204,7 @@ TUTTIFS_SIZE(tuttifs_pool_info, 248);
 struct tuttifs_layout {
 	struct tuttifs_header header;
 	struct tuttifs_target target; /* a pool */
-	struct tuttifs_span geometry; /* out span; Bytes is its room on input. EOVERFLOW, with TUTTIFS_GEOMETRY_BYTES set, if it does not fit */
+	struct tuttifs_span geometry; /* out span; EOVERFLOW if it is too small, 0 bytes ask for TUTTIFS_GEOMETRY_BYTES alone */
 	uint64_t geometry_bytes; /* out */
 	uint64_t entry_units; /* out */
 	uint64_t slot_units; /* out */

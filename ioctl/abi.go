@@ -209,7 +209,7 @@ type Layout struct {
 	_             structs.HostLayout
 	Header        Header
 	Target        Target // a pool
-	Geometry      Span   // out span; Bytes is its room on input. EOVERFLOW, with GeometryBytes set, if it does not fit
+	Geometry      Span   // out span; EOVERFLOW if it is too small, 0 bytes ask for GeometryBytes alone
 	GeometryBytes uint64 `abi:"out"`
 	EntryUnits    uint64 `abi:"out"`
 	SlotUnits     uint64 `abi:"out"`
