@@ -1,0 +1,220 @@
+package daemon
+
+import (
+	"os"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
+
+	"tuttifs/gpufile"
+	"tuttifs/ioctl"
+	"tuttifs/nvme"
+)
+
+func TestAttachIsChecked(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{DMABytesMax: 1 << 20, SharedBytesMax: 8 << 20})
+	c := w.open(true)
+	var s ioctl.Session
+	require.Zero(t, issue(c, ioctl.CmdSessionCreate, &s, 0))
+	for _, x := range []struct {
+		name string
+		want error
+		edit func(s *ioctl.Session, o *ioctl.AttachOptions)
+	}{
+		{"wrong token", ioctl.ENOENT, func(s *ioctl.Session, _ *ioctl.AttachOptions) { s.Token[5] ^= 1 }},
+		{"no token", ioctl.ENOENT, func(s *ioctl.Session, _ *ioctl.AttachOptions) { s.Token = [16]byte{} }},
+		{"wrong session", ioctl.ENOENT, func(s *ioctl.Session, _ *ioctl.AttachOptions) { s.ID++ }},
+		{"wrong member", ioctl.ENOENT, func(s *ioctl.Session, _ *ioctl.AttachOptions) { s.Member++ }},
+		{"too many lanes", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.Lanes = 65 }},
+		{"odd depth", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.Depth = 100 }},
+		{"no depth", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.Depth = 0 }},
+		{"too deep", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.Depth = 8192 }},
+		{"depth without lanes", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.Lanes, o.DMABytes = 0, 0 }},
+		{"memory without lanes", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.Lanes, o.Depth = 0, 0 }},
+		{"odd memory", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.DMABytes = 4097 }},
+		{"too much memory", ioctl.EINVAL, func(_ *ioctl.Session, o *ioctl.AttachOptions) { o.DMABytes = 2 << 20 }},
+	} {
+		t.Run(x.name, func(t *testing.T) {
+			copied, o := s, ioctl.AttachOptions{Lanes: 1, Depth: 64, DMABytes: 4096}
+			x.edit(&copied, &o)
+			_, err := copied.Attach(o)
+			require.ErrorIs(t, err, x.want)
+		})
+	}
+	a, err := s.Attach(ioctl.AttachOptions{Lanes: 1, Depth: 64, DMABytes: 4096})
+	require.NoError(t, err, "refusals leave the member as it was")
+	defer a.Close()
+	_, err = s.Attach(ioctl.AttachOptions{})
+	require.ErrorIs(t, err, ioctl.EBUSY)
+
+	other := w.open(true)
+	require.Zero(t, issue(other, ioctl.CmdSessionCreate, &s, 0))
+	_, err = s.Attach(ioctl.AttachOptions{Lanes: 64, Depth: 4096, DMABytes: 4096})
+	require.ErrorIs(t, err, ioctl.ENOMEM, "all processes together may have 8 MiB")
+}
+
+// TestAttachIsPrivate: nobody but the user reaches the socket, and what others send is refused without harm.
+func TestAttachIsPrivate(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{})
+	st, err := os.Stat(w.control.SocketPath())
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o600), st.Mode().Perm())
+	for _, message := range [][]byte{{}, {1}, make([]byte, 120), make([]byte, 4096)} {
+		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_SEQPACKET|unix.SOCK_CLOEXEC, 0)
+		require.NoError(t, err)
+		require.NoError(t, unix.Connect(fd, &unix.SockaddrUnix{Name: w.control.SocketPath()}))
+		require.NoError(t, unix.Sendmsg(fd, message, nil, nil, unix.MSG_NOSIGNAL))
+		answer := make([]byte, 1024)
+		n, err := unix.Read(fd, answer)
+		require.NoError(t, err)
+		if n > 0 { // an empty message looks like the end
+			r, err := ioctl.ParseAttachReply(answer[:n])
+			require.NoError(t, err)
+			require.Equal(t, int32(ioctl.EINVAL), r.Errno)
+			require.Zero(t, r.Descriptors)
+		}
+		require.NoError(t, unix.Close(fd))
+	}
+}
+
+func TestSessionPage(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{Lanes: 3, Depth: 16, DMABytes: 1 << 20})
+	require.Equal(t, w.volume.Info().Nonce, a.Nonce())
+	require.Equal(t, uint32(ioctl.SessionLive), *a.Word(ioctl.StateWord))
+	require.Equal(t, [3]uint32{3, 16, 2}, [3]uint32{a.Reply.Lanes, a.Reply.Depth, a.Reply.Drives})
+	require.Len(t, a.DMA, 1<<20)
+	require.Equal(t, uint64(4096+6*nvme.QueueBytes(16)), uint64(len(a.Queues)))
+	before := a.Heartbeat()
+	require.Eventually(t, func() bool { return a.Heartbeat() > before }, 10*time.Second, time.Millisecond)
+
+	tickets, maps := atomic.LoadUint32(a.Word(ioctl.TicketWord)), a.MapGeneration()
+	p := c.pool(a, "p")
+	require.Greater(t, atomic.LoadUint32(a.Word(ioctl.TicketWord)), tickets)
+	c.store(a, p, 1, 1)
+	require.Eventually(t, func() bool { return a.MapGeneration() > maps }, 10*time.Second, time.Millisecond)
+
+	require.NoError(t, w.control.Shutdown())
+	require.Equal(t, uint32(ioctl.SessionClosed), *a.Word(ioctl.StateWord))
+	require.Equal(t, ioctl.ESTALE, issue(c, ioctl.CmdHello, &ioctl.Hello{}, 0))
+	require.False(t, a.Alive())
+	_, err := os.Stat(w.control.SocketPath())
+	require.ErrorIs(t, err, os.ErrNotExist)
+}
+
+// submit rings one command on a lane and returns its completion.
+func submit(t *testing.T, a *ioctl.Attachment, lane, d int, tail uint32, e nvme.SQE) nvme.Status {
+	t.Helper()
+	q, err := nvme.MapQueue(a.Block(lane, d), int(a.Reply.Depth))
+	require.NoError(t, err)
+	q.SQ[tail] = e
+	atomic.AddUint32(a.Word(ioctl.ArmedWord), 1)
+	atomic.StoreUint32(q.SQTail, tail+1)
+	if atomic.SwapUint32(a.Word(ioctl.WakeWord), 0) == 1 {
+		ioctl.FutexWake(a.Word(ioctl.WakeWord))
+	}
+	var status nvme.Status
+	require.Eventually(t, func() bool {
+		cid, st, ok := q.CQ[tail].Poll(1)
+		status = st
+		return ok && cid == e.CID
+	}, 10*time.Second, 100*time.Microsecond)
+	atomic.AddUint32(a.Word(ioctl.ArmedWord), ^uint32(0))
+	return status
+}
+
+// TestQueuesServeLeases: a reserved slot can be written, a pinned one read, and nothing else.
+func TestQueuesServeLeases(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{Pollers: 2})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{Lanes: 2, Depth: 64, DMABytes: 1 << 20})
+	p := c.pool(a, "p")
+	r := ioctl.Reserve{Target: p, Items: items(a, 1), Grants: grantSpan, Reserve: 1}
+	require.Zero(t, issue(c, ioctl.CmdReserve, &r, 0))
+	slot := ioctl.View[ioctl.Grant](a.Arena, grantSpan)[0].Slot
+	x := ioctl.Extents{Target: p, Slot: slot, Extents: ioctl.Span{Bytes: 4096}}
+	require.Zero(t, issue(c, ioctl.CmdExtents, &x, 0))
+	extents := append([]ioctl.Extent(nil), ioctl.View[ioctl.Extent](a.Arena, x.Extents)[:x.Count]...)
+
+	command := func(write bool, e ioctl.Extent, cid uint16) nvme.SQE {
+		d := int(e.Drive)
+		blocks := uint32(e.Units) * 4096 / uint32(a.Reply.LBABytes[d])
+		var sqe nvme.SQE
+		nvme.BuildRW(&sqe, write, cid, 1, e.Unit*4096/uint64(a.Reply.LBABytes[d]), blocks)
+		sqe.Flags = nvme.PSDTSGL
+		sqe.DPTR = [2]uint64{ioctl.DMABase, uint64(e.Units) * 4096} // one SGL data block
+		return sqe
+	}
+	tails := map[uint16]uint32{}
+	do := func(write bool, e ioctl.Extent) nvme.Status {
+		t.Helper()
+		status := submit(t, a, 0, int(e.Drive), tails[e.Drive], command(write, e, uint16(tails[e.Drive])))
+		tails[e.Drive]++
+		return status
+	}
+	require.NotZero(t, do(false, extents[0]), "reading a reserved slot")
+	commit := ioctl.Commit{Target: p, Reserve: 1}
+	for i := range a.DMA {
+		a.DMA[i] = byte(i * 7)
+	}
+	for _, e := range extents {
+		require.Zero(t, do(true, e), "writing object %d", e.Object)
+	}
+	require.Zero(t, issue(c, ioctl.CmdCommit, &commit, 0))
+	require.Equal(t, uint32(ioctl.TicketDone), c.wait(commit.Ticket).State)
+	require.NotZero(t, do(true, extents[0]), "writing a committed slot")
+	require.NotZero(t, do(false, extents[0]), "reading without a pin")
+	pin := ioctl.Pin{Target: p, Keys: keys(a, 1), Grants: grantSpan, Request: 1}
+	require.Zero(t, issue(c, ioctl.CmdPin, &pin, 0))
+	require.Equal(t, uint32(1), pin.Count)
+	want := append([]byte(nil), a.DMA[:extents[0].Units*4096]...)
+	clear(a.DMA)
+	require.Zero(t, do(false, extents[0]))
+	require.Equal(t, want, a.DMA[:len(want)])
+
+	require.NoError(t, a.Quiesce(0))
+	require.NoError(t, a.Quiesce(0), "again")
+	require.ErrorIs(t, a.Reattach(1), ioctl.EBUSY, "the other lane runs")
+	require.ErrorIs(t, a.Quiesce(2), ioctl.EINVAL)
+	require.NoError(t, a.Reattach(0))
+	tails = map[uint16]uint32{}
+	require.Zero(t, do(false, extents[0]), "the lane serves again, from the start")
+}
+
+// TestIncompleteCommit: a slot is committed only when all its objects were written.
+func TestIncompleteCommit(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{})
+	p := c.pool(a, "p")
+	r := ioctl.Reserve{Target: p, Items: items(a, 1), Grants: grantSpan, Reserve: 1}
+	require.Zero(t, issue(c, ioctl.CmdReserve, &r, 0))
+	require.Equal(t, ioctl.ENODATA, issue(c, ioctl.CmdCommit, &ioctl.Commit{Target: p, Reserve: 1}, 0))
+	require.Zero(t, w.store.PoolByName("p").Stats().Files)
+}
+
+// TestHangUpEndsTheMember, with its pins and reservations.
+func TestHangUpEndsTheMember(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	keeper := w.open(true)
+	_, b := keeper.session(ioctl.AttachOptions{})
+	p := keeper.pool(b, "p")
+	keeper.store(b, p, 1, 3)
+
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{Lanes: 1, Depth: 16, DMABytes: 4096})
+	pin := ioctl.Pin{Target: p, Keys: keys(a, 3), Grants: grantSpan, Request: 1}
+	require.Zero(t, issue(c, ioctl.CmdPin, &pin, 0))
+	require.Equal(t, uint64(3), w.store.PoolByName("p").Stats().FilesPinned)
+	require.Len(t, w.control.Members(), 2)
+	require.NoError(t, a.Close())
+	require.Eventually(t, func() bool { return len(w.control.Members()) == 1 }, 10*time.Second, time.Millisecond)
+	require.Zero(t, w.store.PoolByName("p").Stats().FilesPinned)
+	require.Len(t, w.store.Sessions(), 1)
+	require.Equal(t, ioctl.ESTALE, issue(c, ioctl.CmdPin, &pin, 0))
+	require.Equal(t, ioctl.EBUSY, issue(c, ioctl.CmdSessionCreate, &ioctl.Session{}, 0), "one membership a file")
+}
