@@ -145,7 +145,7 @@ func TestQueuesServeLeases(t *testing.T) {
 		blocks := uint32(e.Units) * 4096 / uint32(a.Reply.LBABytes[d])
 		var sqe nvme.SQE
 		nvme.BuildRW(&sqe, write, cid, 1, e.Unit*4096/uint64(a.Reply.LBABytes[d]), blocks)
-		sqe.Flags = nvme.PSDTSGL
+		sqe.Flags = nvme.FlagPSDTSGL
 		sqe.DPTR = [2]uint64{ioctl.DMABase, uint64(e.Units) * 4096} // one SGL data block
 		return sqe
 	}
