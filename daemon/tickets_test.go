@@ -50,12 +50,12 @@ func TestTicketsFollow(t *testing.T) {
 	tab := tickets{max: 4}
 	var told atomic.Int32
 	tab.setNotify(func() { told.Add(1) })
-	done, complete := extentmap.NewTicket()
+	done := extentmap.NewTicket()
 	id, _ := tab.begin()
 	tab.follow(id, done)
 	got, _ := tab.query(id)
 	require.Equal(t, uint32(ioctl.TicketPending), got.state)
-	complete(errors.New("broken"))
+	done.Complete(errors.New("broken"))
 	require.Eventually(t, func() bool { got, _ := tab.query(id); return got.state == ioctl.TicketFailed },
 		10*time.Second, time.Millisecond)
 	got, _ = tab.query(id)
