@@ -134,7 +134,7 @@ func TestQueuesServeLeases(t *testing.T) {
 	_, a := c.session(ioctl.AttachOptions{Lanes: 2, Depth: 64, DMABytes: 1 << 20})
 	p := c.pool(a, "p")
 	r := ioctl.Reserve{Target: p, Items: items(a, 1), Grants: grantSpan, Reserve: 1}
-	require.Zero(t, issue(c, ioctl.CmdReserve, &r, 0))
+	c.reserve(&r)
 	slot := ioctl.View[ioctl.Grant](a.Arena, grantSpan)[0].Slot
 	x := ioctl.Extents{Target: p, Slot: slot, Extents: ioctl.Span{Bytes: 4096}}
 	require.Zero(t, issue(c, ioctl.CmdExtents, &x, 0))
@@ -192,7 +192,7 @@ func TestIncompleteCommit(t *testing.T) {
 	_, a := c.session(ioctl.AttachOptions{})
 	p := c.pool(a, "p")
 	r := ioctl.Reserve{Target: p, Items: items(a, 1), Grants: grantSpan, Reserve: 1}
-	require.Zero(t, issue(c, ioctl.CmdReserve, &r, 0))
+	c.reserve(&r)
 	require.Equal(t, ioctl.ENODATA, issue(c, ioctl.CmdCommit, &ioctl.Commit{Target: p, Reserve: 1}, 0))
 	require.Zero(t, w.store.PoolByName("p").Stats().Files)
 }

@@ -180,11 +180,21 @@ func keys(a *ioctl.Attachment, n int) ioctl.Span {
 func (c *client) store(a *ioctl.Attachment, pool ioctl.Target, reserve uint64, n int) {
 	c.w.t.Helper()
 	r := ioctl.Reserve{Target: pool, Items: items(a, n), Grants: grantSpan, Reserve: reserve}
-	require.Zero(c.w.t, issue(c, ioctl.CmdReserve, &r, 0))
+	c.reserve(&r)
 	require.Equal(c.w.t, uint32(n), r.Count)
 	commit := ioctl.Commit{Target: pool, Reserve: reserve}
 	require.Zero(c.w.t, issue(c, ioctl.CmdCommit, &commit, 0))
 	require.Equal(c.w.t, uint32(ioctl.TicketDone), c.wait(commit.Ticket).State)
+}
+
+// reserve repeats the verb while space is being made.
+func (c *client) reserve(r *ioctl.Reserve) {
+	c.w.t.Helper()
+	require.Eventually(c.w.t, func() bool {
+		errno := issue(c, ioctl.CmdReserve, r, 0)
+		require.Contains(c.w.t, []ioctl.Errno{0, ioctl.EAGAIN}, errno)
+		return errno == 0
+	}, 10*time.Second, time.Millisecond)
 }
 
 // TestLifeOfAFile goes through every verb once.
