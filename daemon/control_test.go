@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/checksum"
 	"tuttifs/drive"
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
@@ -39,6 +40,7 @@ func newWorld(t testing.TB, g gpufile.Options, o ControlOptions) *world {
 	require.NoError(t, err)
 	w.store, err = gpufile.Open(w.volume, g)
 	require.NoError(t, err)
+	w.store.SetVerifier(func(*gpufile.Pool, uint32, checksum.Seed) bool { return false })
 	if o.SocketDir == "" {
 		o.SocketDir = socketDir(t)
 	}
@@ -253,16 +255,25 @@ func TestLifeOfAFile(t *testing.T) {
 	require.Zero(t, issue(c, ioctl.CmdEvict, &evict, ioctl.EvictPrefix))
 	require.Equal(t, uint64(3), c.wait(evict.Ticket).Value)
 
+	c.store(a, pool, 2, 1)
+	bad := ioctl.ReportBad{Target: pool}
+	slot, generation, ok := w.store.PoolByName("p").Find(ptr(key(0)))
+	require.True(t, ok)
+	bad.Slot, bad.Generation = slot, generation
+	require.Zero(t, issue(c, ioctl.CmdReportBad, &bad, 0))
+	c.wait(bad.Ticket)
+
 	stats := ioctl.Stats{Target: pool}
 	require.Zero(t, issue(c, ioctl.CmdStats, &stats, 0))
+	require.Equal(t, uint64(1), stats.Bad)
 	require.Equal(t, stats.Lookups, stats.Hits+stats.Misses)
-	require.Equal(t, uint64(n), stats.Commits)
+	require.Equal(t, uint64(n+1), stats.Commits)
 	require.Zero(t, stats.Files)
 	events := ioctl.Events{}
 	require.Zero(t, issue(c, ioctl.CmdEvents, &events, 0))
 	require.Equal(t, uint32(1), events.Count)
 	require.Equal(t, pool, events.Events[0].Target)
-	require.Equal(t, uint64(n), events.Events[0].Committed)
+	require.Equal(t, uint64(n+1), events.Events[0].Committed)
 	require.NotZero(t, events.Events[0].MapGeneration)
 }
 

@@ -47,9 +47,10 @@ var errnos = []struct {
 	{gpufile.ErrSession, ioctl.ESTALE},
 	{gpufile.ErrLease, ioctl.EPERM},
 	{gpufile.ErrIncomplete, ioctl.ENODATA},
+	{extentmap.ErrExists, ioctl.EEXIST}, // before ErrIdentity, which wraps it where identities differ
 	{gpufile.ErrIdentity, ioctl.EBADMSG},
 	{gpufile.ErrInvalid, ioctl.EINVAL},
-	{extentmap.ErrExists, ioctl.EEXIST},
+	{extentmap.ErrInvalid, ioctl.EINVAL},
 	{extentmap.ErrReadOnly, ioctl.EROFS},
 	{extentmap.ErrNoSpace, ioctl.ENOSPC},
 	{extentmap.ErrAgain, ioctl.EAGAIN},
@@ -334,11 +335,14 @@ func (k *call) PoolOpen(a *ioctl.PoolOpen) ioctl.Errno {
 	return 0
 }
 
+// checksumAlg is the one payload checksum of this version.
+const checksumAlg = 1
+
 // poolSpec copies and decodes what POOL_OPEN names.
 func (k *call) poolSpec(m *member, a *ioctl.PoolOpen) (spec extentmap.PoolSpec, id gpufile.Identity, errno ioctl.Errno) {
 	name, ok1 := ioctl.Name(a.Name[:])
 	family, ok2 := ioctl.Name(a.Family[:])
-	if !ok1 || !ok2 || a.ChecksumAlg > 0xff {
+	if !ok1 || !ok2 || a.ChecksumAlg != checksumAlg {
 		return spec, id, ioctl.EINVAL
 	}
 	if a.Identity.Bytes > ioctl.IdentityBytes || a.Geometry.Bytes > ioctl.GeometryBytes {
@@ -362,7 +366,7 @@ func (k *call) poolSpec(m *member, a *ioctl.PoolOpen) (spec extentmap.PoolSpec, 
 	}
 	spec = extentmap.PoolSpec{Name: name, Geometry: geometry, TokensPerFile: a.TokensPerFile, Family: family,
 		TrailingHit: a.TrailingHit, MinBytes: a.MinBytes, MaxBytes: a.MaxBytes, MaxSlots: a.MaxSlots,
-		ChecksumAlg: uint8(a.ChecksumAlg)}
+		ChecksumAlg: checksumAlg}
 	return spec, id, 0
 }
 
