@@ -71,8 +71,14 @@ func (o *Options) fill() {
 
 // CheckMountPoint explains why dir cannot be mounted on.
 func CheckMountPoint(dir string) error {
+	// Attributes of a dead mount may still be in the kernel's cache; statfs always asks.
 	var st unix.Stat_t
-	switch err := unix.Stat(dir, &st); {
+	var space unix.Statfs_t
+	err := unix.Statfs(dir, &space)
+	if err == nil {
+		err = unix.Stat(dir, &st)
+	}
+	switch {
 	case errors.Is(err, unix.ENOTCONN):
 		return fmt.Errorf("%s is a mount whose daemon has died: 'umount -l %s' clears it", dir, dir)
 	case err != nil:

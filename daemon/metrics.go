@@ -31,7 +31,11 @@ func (d *Daemon) stats() *StatsDocument {
 		doc.IO.add(&s)
 	}
 	doc.Space = SpaceStats(d.store.Space())
-	doc.Sessions = uint64(len(d.store.Sessions()))
+	sessions := map[uint32]bool{}
+	for _, m := range d.control.Members() {
+		sessions[m.Session] = true
+	}
+	doc.Sessions = uint64(len(sessions))
 	info := d.volume.Info()
 	for i := range info.Drives {
 		doc.ReadErrors += info.Drives[i].ReadErrors

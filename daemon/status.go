@@ -215,6 +215,7 @@ type StatsDocument struct {
 type SessionsDocument struct {
 	OutputVersion int               `json:"output_version"`
 	Sessions      []SessionDocument `json:"sessions"`
+	Processes     []MemberInfo      `json:"processes"`
 }
 
 // SessionDocument describes an engine's session.
@@ -283,9 +284,15 @@ func (d *Daemon) drivesDocument() any {
 }
 
 func (d *Daemon) sessionsDocument() any {
-	doc := SessionsDocument{StatusVersion, []SessionDocument{}}
+	doc := SessionsDocument{StatusVersion, []SessionDocument{}, d.control.Members()}
+	engines := map[uint32]bool{}
+	for _, m := range doc.Processes {
+		engines[m.Session] = true
+	}
 	for _, s := range d.store.Sessions() {
-		doc.Sessions = append(doc.Sessions, SessionDocument(s))
+		if engines[s.ID] { // the mount has a session of its own, for what is copied in
+			doc.Sessions = append(doc.Sessions, SessionDocument(s))
+		}
 	}
 	return doc
 }

@@ -136,16 +136,15 @@ func mountPoint(t *testing.T) string {
 	dir := filepath.Join(t.TempDir(), "mnt")
 	require.NoError(t, os.Mkdir(dir, 0o755))
 	t.Cleanup(func() {
-		if _, mounted := findMount(dir); !mounted {
-			return
-		}
-		if t.Failed() {
-			abortMount(dir)
-		}
-		if r := execAs(t, "tuttifs", "umount", dir); r.code != 0 {
-			abortMount(dir)
-			_ = unix.Unmount(dir, unix.MNT_DETACH)
-			t.Errorf("left mounted: %s", r.stderr)
+		for _, mounted := findMount(dir); mounted; _, mounted = findMount(dir) {
+			if t.Failed() {
+				abortMount(dir)
+			}
+			if r := execAs(t, "tuttifs", "umount", dir); r.code != 0 {
+				abortMount(dir)
+				_ = unix.Unmount(dir, unix.MNT_DETACH)
+				t.Errorf("left mounted: %s", r.stderr)
+			}
 		}
 	})
 	return dir
