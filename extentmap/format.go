@@ -15,7 +15,8 @@ import (
 const (
 	minSegmentBytes = 256 << 10
 	maxSegmentBytes = 1 << 30
-	minJournalBytes = 1 << 20
+	minJournalBytes = 1 << 20 // by default
+	leastJournal    = 64 << 10
 	maxJournalBytes = 64 << 20
 	// segmentsPerDrive is what the default segment size aims at.
 	segmentsPerDrive = 16384
@@ -115,8 +116,8 @@ func checkFormat(drives []drive.Drive, o *FormatOptions) error {
 	if o.SegmentBytes != 0 && (!powerOfTwo(o.SegmentBytes) || o.SegmentBytes < minSegmentBytes || o.SegmentBytes > maxSegmentBytes) {
 		return fmt.Errorf("%w: segment of %d bytes; a power of two, %d to %d", ErrInvalid, o.SegmentBytes, minSegmentBytes, maxSegmentBytes)
 	}
-	if o.JournalBytes != 0 && (o.JournalBytes%ondisk.BlockBytes != 0 || o.JournalBytes < minJournalBytes || o.JournalBytes > 1<<30) {
-		return fmt.Errorf("%w: journal of %d bytes; a multiple of 4096, %d to %d", ErrInvalid, o.JournalBytes, minJournalBytes, 1<<30)
+	if o.JournalBytes != 0 && (o.JournalBytes%ondisk.BlockBytes != 0 || o.JournalBytes < leastJournal || o.JournalBytes > 1<<30) {
+		return fmt.Errorf("%w: journal of %d bytes; a multiple of 4096, %d to %d", ErrInvalid, o.JournalBytes, leastJournal, 1<<30)
 	}
 	if o.Now == nil {
 		o.Now = time.Now
