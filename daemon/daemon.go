@@ -1,5 +1,6 @@
-// Package daemon is a running mount: volume, store, virtual controllers, the sessions' shared memory, FUSE tree and metrics joined
-// together. It ends when the mount goes away or when its context does, and leaves a clean label in both cases.
+// Package daemon is a running mount: volume, store, virtual controllers, the sessions' shared memory, FUSE tree and
+// metrics joined together. It ends when the mount goes away or when its context does, and leaves a clean label in both
+// cases.
 package daemon
 
 import (
@@ -166,8 +167,8 @@ func (d *Daemon) open() (err error) {
 	return nil
 }
 
-// Engines keep files of the mount open. When the daemon is told to stop, they are quiesced first, and the tree is detached if they do
-// not let go: the end of this process ends the connection.
+// Engines keep files of the mount open. When the daemon is told to stop, they are quiesced first, and the tree is
+// detached if they do not let go: the end of this process ends the connection.
 const (
 	unmountPatience = time.Second
 	unmountRetry    = 50 * time.Millisecond
@@ -194,7 +195,8 @@ func (d *Daemon) unmount(gone <-chan struct{}) {
 	}
 }
 
-// close releases everything in the order that leaves nothing behind: no engine's command in flight, then no lease, then a clean label.
+// close releases everything in the order that leaves nothing behind: no engine's command in flight, then no lease, then
+// a clean label.
 func (d *Daemon) close() (err error) {
 	if d.metrics != nil {
 		err = errors.Join(err, d.metrics.close())
@@ -224,6 +226,7 @@ func (d *Daemon) statusFiles() []fs.StatusFile {
 	}
 	return []fs.StatusFile{
 		file("version", d.versionDocument), file("volume", d.volumeDocument), file("drives", d.drivesDocument),
-		file("stats", func() any { return d.stats() }), file("sessions", d.sessionsDocument), file("options", d.optionsDocument),
+		file("stats", func() any { return d.stats() }), file("sessions", d.sessionsDocument), file("options",
+			d.optionsDocument),
 	}
 }

@@ -18,7 +18,8 @@ import (
 // stats takes a snapshot of all counters: the status file and Prometheus show the same.
 func (d *Daemon) stats() *StatsDocument {
 	doc := &StatsDocument{
-		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{}, Drives: map[string]IOStats{},
+		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{},
+		Drives: map[string]IOStats{},
 	}
 	for _, p := range d.store.Pools() {
 		s := newPoolStats(p.Stats())
@@ -94,26 +95,34 @@ var ioMetrics = []metric[IOStats]{
 	counter("errors_total", "Commands that failed.", func(s *IOStats) uint64 { return s.Errors }),
 	counter("refused_total", "Commands refused for want of a lease.", func(s *IOStats) uint64 { return s.Refused }),
 	counter("queues_killed_total", "Queues killed for a bad doorbell.", func(s *IOStats) uint64 { return s.QueuesKilled }),
-	{"busy_seconds_total", "CPU time of pollers that found work.", prometheus.CounterValue, func(s *IOStats) float64 { return s.BusySeconds }},
+	{"busy_seconds_total", "CPU time of pollers that found work.", prometheus.CounterValue,
+		func(s *IOStats) float64 { return s.BusySeconds }},
 }
 
 var volumeMetrics = []metric[StatsDocument]{
-	{"uptime_seconds", "Time since the mount.", prometheus.GaugeValue, func(s *StatsDocument) float64 { return s.UptimeSeconds }},
+	{"uptime_seconds", "Time since the mount.", prometheus.GaugeValue,
+		func(s *StatsDocument) float64 { return s.UptimeSeconds }},
 	gauge("sessions", "Engines' sessions now.", func(s *StatsDocument) uint64 { return s.Sessions }),
-	gauge("space_total_bytes", "Size of the volume as df shows it.", func(s *StatsDocument) uint64 { return s.Space.TotalBytes }),
-	gauge("space_used_bytes", "Bytes of committed and reserved files.", func(s *StatsDocument) uint64 { return s.Space.UsedBytes }),
+	gauge("space_total_bytes", "Size of the volume as df shows it.",
+		func(s *StatsDocument) uint64 { return s.Space.TotalBytes }),
+	gauge("space_used_bytes", "Bytes of committed and reserved files.",
+		func(s *StatsDocument) uint64 { return s.Space.UsedBytes }),
 	gauge("space_free_bytes", "Total less used.", func(s *StatsDocument) uint64 { return s.Space.FreeBytes }),
 	gauge("space_available_bytes", "Bytes that can be stored without evicting.", func(s *StatsDocument) uint64 {
 		return s.Space.AvailableBytes
 	}),
-	counter("drive_read_errors_total", "Reads that a drive failed.", func(s *StatsDocument) uint64 { return s.ReadErrors }),
-	counter("drive_write_errors_total", "Writes that a drive failed.", func(s *StatsDocument) uint64 { return s.WriteErrors }),
-	counter("transactions_total", "Transactions that are durable.", func(s *StatsDocument) uint64 { return s.Transactions }),
+	counter("drive_read_errors_total", "Reads that a drive failed.",
+		func(s *StatsDocument) uint64 { return s.ReadErrors }),
+	counter("drive_write_errors_total", "Writes that a drive failed.",
+		func(s *StatsDocument) uint64 { return s.WriteErrors }),
+	counter("transactions_total", "Transactions that are durable.",
+		func(s *StatsDocument) uint64 { return s.Transactions }),
 	counter("checkpoints_total", "Checkpoints written.", func(s *StatsDocument) uint64 { return s.Checkpoints }),
 	gauge("journal_used_bytes", "Bytes of the journal in use.", func(s *StatsDocument) uint64 { return s.JournalUsed }),
 }
 
-// collector turns one snapshot into samples at every scrape. Totals are there from the start; a pool's own series from its creation.
+// collector turns one snapshot into samples at every scrape. Totals are there from the start; a pool's own series from
+// its creation.
 type collector struct {
 	d           *Daemon
 	description map[string]*prometheus.Desc
@@ -174,7 +183,8 @@ type metricsServer struct {
 // serveMetrics listens on address and nowhere else.
 func serveMetrics(d *Daemon, address string) (*metricsServer, error) {
 	registry := prometheus.NewRegistry()
-	registry.MustRegister(newCollector(d), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	registry.MustRegister(newCollector(d), collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	listener, err := net.Listen("tcp", address)

@@ -21,11 +21,12 @@ const checksumAlgorithm = 1
 // errDamaged: bytes on a drive are not what was stored.
 var errDamaged = errors.New("daemon: checksum mismatch")
 
-// payload is the way of the mount's own readers and writers (cat, cp) to the drives. Engines do not come here: their bytes go by queue
-// pairs.
+// payload is the way of the mount's own readers and writers (cat, cp) to the drives. Engines do not come here: their
+// bytes go by queue pairs.
 type payload struct{ volume *extentmap.Volume }
 
-// OpenFile reads a file that the caller holds. Its seed makes a slot that was reused meanwhile read as damaged, never as wrong bytes.
+// OpenFile reads a file that the caller holds. Its seed makes a slot that was reused meanwhile read as damaged, never
+// as wrong bytes.
 func (y payload) OpenFile(p *gpufile.Pool, info gpufile.FileInfo) (fs.FileReader, error) {
 	return y.reader(p, info.Slot, p.Seed(&info)), nil
 }

@@ -14,8 +14,9 @@ import (
 
 // payloadIdentity names the pool of these tests.
 func payloadIdentity() gpufile.Identity {
-	return gpufile.Identity{Model: "m", Revision: "r", WeightsEpoch: 1, DType: "bf16", Quantisation: "none", ScaleFormat: "none",
-		Layout: "NHD", PageBytes: 4096, BlockTokens: 16, FileTokens: 16, TP: 2, PP: 1, CP: 1, Group: "full"}
+	return gpufile.Identity{Model: "m", Revision: "r", WeightsEpoch: 1, DType: "bf16", Quantisation: "none",
+		ScaleFormat: "none",
+		Layout:      "NHD", PageBytes: 4096, BlockTokens: 16, FileTokens: 16, TP: 2, PP: 1, CP: 1, Group: "full"}
 }
 
 // oddGeometry has two ranks and objects that end within a unit, on its edge and behind several.
@@ -43,7 +44,8 @@ func newStored(t *testing.T) *stored {
 	t.Helper()
 	s := &stored{world: newWorld(t, gpufile.Options{}, ControlOptions{}), bytes: map[uint16][]byte{}}
 	s.payload = payload{s.volume}
-	pool, ticket, err := s.store.OpenPool(payloadIdentity(), extentmap.PoolSpec{Name: "p", Geometry: oddGeometry(), TokensPerFile: 16, ChecksumAlg: 1})
+	pool, ticket, err := s.store.OpenPool(payloadIdentity(), extentmap.PoolSpec{Name: "p", Geometry: oddGeometry(),
+		TokensPerFile: 16, ChecksumAlg: 1})
 	require.NoError(t, err)
 	wait(t, ticket)
 	s.pool = pool

@@ -176,7 +176,8 @@ func mounted(t *testing.T, drive string, flags ...string) (dir string) {
 
 func mountOn(t *testing.T, drive, dir string, flags ...string) {
 	t.Helper()
-	flags = append(flags, "--log", filepath.Join(filepath.Dir(dir), "log"), "-o", "sockets="+filepath.Join(filepath.Dir(dir), "sockets"))
+	flags = append(flags, "--log", filepath.Join(filepath.Dir(dir), "log"), "-o",
+		"sockets="+filepath.Join(filepath.Dir(dir), "sockets"))
 	tuttifs(t, append(append([]string{"mount"}, flags...), drive, dir)...)
 }
 
@@ -208,7 +209,8 @@ func smallTrace(t *testing.T, requests int) string {
 
 func replayed(t *testing.T, trace, dir string, flags ...string) replayDocument {
 	t.Helper()
-	return decode[replayDocument](t, tuttifs(t, append([]string{"replay", "--json", "--scale", "1024", trace, dir}, flags...)...))
+	return decode[replayDocument](t, tuttifs(t, append([]string{"replay", "--json", "--scale", "1024", trace, dir},
+		flags...)...))
 }
 
 func TestBinaryIsStatic(t *testing.T) {
@@ -448,7 +450,8 @@ func TestMetrics(t *testing.T) {
 		return string(b)
 	}
 	before := scrape()
-	for _, name := range []string{"lookups_total", "hits_total", "misses_total", "evicted_total", "bad_total", "io_reads_total", "io_refused_total",
+	for _, name := range []string{"lookups_total", "hits_total", "misses_total", "evicted_total", "bad_total",
+		"io_reads_total", "io_refused_total",
 		"drive_read_errors_total", "sessions"} {
 		require.Contains(t, before, "\ntuttifs_"+name+" 0\n")
 	}
@@ -488,7 +491,8 @@ func TestMetadataOnlyReplay(t *testing.T) {
 	last := 0.0
 	for _, capacity := range []string{"200", "800", "3000"} {
 		for _, policy := range []string{"lru", "sieve", "s3fifo"} {
-			doc := decode[replayDocument](t, tuttifs(t, "replay", "--metadata-only", "--json", "--capacity-blocks", capacity, "--policy", policy, trace))
+			doc := decode[replayDocument](t, tuttifs(t, "replay", "--metadata-only", "--json", "--capacity-blocks", capacity,
+				"--policy", policy, trace))
 			require.LessOrEqual(t, doc.StoredBlocks-doc.Evictions, uint64(3000))
 			if policy == "lru" {
 				require.Greater(t, doc.HitRate, last, "more room, more hits")

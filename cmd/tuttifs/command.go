@@ -27,8 +27,8 @@ func (e *env) warnf(format string, args ...any) {
 	fmt.Fprintf(e.stderr, "%s: %s\n", e.prog, fmt.Sprintf(format, args...))
 }
 
-// command is one verb. Constructors (newMkfs and so on) make it with its flags bound to an options struct of their own, so that
-// no state outlives a run.
+// command is one verb. Constructors (newMkfs and so on) make it with its flags bound to an options struct of their own,
+// so that no state outlives a run.
 type command struct {
 	name     string // "mkfs", or "bench rings"
 	synopsis string // flags and arguments, as after the name

@@ -5,8 +5,8 @@ import (
 	"math/bits"
 )
 
-// The content of a replayed object is a counter mix seeded from its key and object number, so that swapped, stale and foreign bytes
-// differ from what is expected in every word, and so that it can be made and compared at memory speed.
+// The content of a replayed object is a counter mix seeded from its key and object number, so that swapped, stale and
+// foreign bytes differ from what is expected in every word, and so that it can be made and compared at memory speed.
 
 const (
 	contentStep = 0x9e3779b97f4a7c15 // odd: the counter visits every value

@@ -23,13 +23,16 @@ func newEvict() *command {
 	f := newFlags("evict")
 	f.Uint32Var(&o.count, "count", 0, "evict up to so many files, by the policy's choice")
 	f.BoolVar(&o.all, "all", false, "evict everything that is not pinned")
-	f.BoolVar(&o.prefix, "prefix", false, "evict the named files and their ancestors up to the first that another chain shares")
+	f.BoolVar(&o.prefix, "prefix", false,
+		"evict the named files and their ancestors up to the first that another chain shares")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
-		name: "evict", synopsis: "[FLAGS] MOUNT POOL [KEY...]", summary: "evict files of a pool, leaf first", exits: &plainExits, flags: f,
+		name: "evict", synopsis: "[FLAGS] MOUNT POOL [KEY...]", summary: "evict files of a pool, leaf first",
+		exits: &plainExits, flags: f,
 		long: `
-Evicts files by key, by prefix or by number, and returns when their freeing is durable. Pinned files are never torn away from their
-readers: a named one is a miss at once and is freed at its last unpin; --count and --all pass it over.`,
+Evicts files by key, by prefix or by number, and returns when their freeing is durable. Pinned files
+are never torn away from their readers: a named one is a miss at once and is freed at its last
+unpin; --count and --all pass it over.`,
 		example: `
 tuttifs evict /mnt/kv replay-llama3-8b --count 1000
 tuttifs evict /mnt/kv replay-llama3-8b --prefix 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08`,
@@ -91,7 +94,8 @@ func (o *evictOptions) run(ctx context.Context, e *env, args []string) error {
 }
 
 // evict speaks the ABI as an engine does: a session with an arena and no queues.
-func (o *evictOptions) evict(ctx context.Context, mount, pool string, flag uint16, keys []gpufile.Key) (total uint64, err error) {
+func (o *evictOptions) evict(ctx context.Context, mount, pool string, flag uint16, keys []gpufile.Key) (total uint64,
+	err error) {
 	c, err := ioctl.Open(mount, false)
 	if err != nil {
 		return 0, err

@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// exitTable is the meaning of a command's exit statuses. Three tables exist, because three programs read them: a shell, mount(8)
-// and fsck(8).
+// exitTable is the meaning of a command's exit statuses. Three tables exist, because three programs read them: a shell,
+// mount(8) and fsck(8).
 type exitTable struct {
 	failure     int // anything without a better number
 	usage       int // bad flags and arguments

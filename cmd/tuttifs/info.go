@@ -18,10 +18,11 @@ func newInfo() *command {
 	f := newFlags("info")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
-		name: "info", synopsis: "[FLAGS] MOUNT | DRIVE...", summary: "show a volume: geometry, drives, pools, space", exits: &plainExits, flags: f,
+		name: "info", synopsis: "[FLAGS] MOUNT | DRIVE...", summary: "show a volume: geometry, drives, pools, space",
+		exits: &plainExits, flags: f,
 		long: `
-Describes the volume that is mounted on a directory, or that a drive is a member of. A volume that is not mounted is opened
-read-only; nothing is written.`,
+Describes the volume that is mounted on a directory, or that a drive is a member of. A volume that
+is not mounted is opened read-only; nothing is written.`,
 		example: `
 tuttifs info /mnt/kv
 tuttifs info --json /dev/nvme1n1`,
@@ -118,7 +119,8 @@ func (d *infoDocument) print(e *env) {
 	row("epoch", "%d", d.Epoch)
 	row("rows", "over %d drives, segments of %s", d.Width, humanBytes(d.SegmentBytes))
 	row("journal", "%s, %s in use", humanBytes(d.JournalBytes), humanBytes(d.JournalUsedBytes))
-	row("space", "%s, of which %s used by %d files", humanBytes(d.Space.TotalBytes), humanBytes(d.Space.UsedBytes), d.Space.Files)
+	row("space", "%s, of which %s used by %d files", humanBytes(d.Space.TotalBytes), humanBytes(d.Space.UsedBytes),
+		d.Space.Files)
 	w.Flush()
 	e.printf("\n")
 	fmt.Fprintf(w, "DRIVE\tNAME\tKIND\tSIZE\tBLOCKS\tI/O\tFREE\tERRORS\n")
@@ -127,7 +129,8 @@ func (d *infoDocument) print(e *env) {
 		if dr.Direct {
 			mode = "direct"
 		}
-		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%s\t%.0f%%\t%d\n", dr.Index, dr.Name, dr.Kind, humanBytes(dr.Bytes), dr.LBABytes, mode,
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%s\t%.0f%%\t%d\n", dr.Index, dr.Name, dr.Kind, humanBytes(dr.Bytes),
+			dr.LBABytes, mode,
 			100*ratio(uint64(dr.FreeSegments), uint64(dr.Segments)), dr.ReadErrors+dr.WriteErrors)
 	}
 	w.Flush()
@@ -139,7 +142,8 @@ func (d *infoDocument) print(e *env) {
 	fmt.Fprintf(w, "POOL\tFILES\tUSED\tFILE\tTOKENS\tOBJECTS\tRANKS\tROWS\n")
 	for _, p := range d.Pools {
 		s := d.Stats[p.Name]
-		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\n", p.Name, s.Files, humanBytes(s.BytesUsed), humanBytes(uint64(p.FileBytes)),
+		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\n", p.Name, s.Files, humanBytes(s.BytesUsed),
+			humanBytes(uint64(p.FileBytes)),
 			p.TokensPerFile, p.Objects, p.Ranks, p.Rows)
 	}
 	w.Flush()

@@ -28,10 +28,12 @@ func newLs() *command {
 	f.BoolVar(&o.json, "json", false, "print as JSON; files as one object a line")
 	f.IntVar(&o.limit, "limit", 0, "list at most so many files (default all)")
 	return &command{
-		name: "ls", synopsis: "[FLAGS] MOUNT [POOL]", summary: "list pools, or a pool's files, with sizes", exits: &plainExits, flags: f,
+		name: "ls", synopsis: "[FLAGS] MOUNT [POOL]", summary: "list pools, or a pool's files, with sizes",
+		exits: &plainExits, flags: f,
 		long: `
-Without POOL, lists the pools of a mount with their files and space. With POOL, lists its files: key, size, commit time and last hit.
-Everything here is in the mount's tree too, for ls(1), find(1) and getfattr(1).`,
+Without POOL, lists the pools of a mount with their files and space. With POOL, lists its files:
+key, size, commit time and last hit. Everything here is in the mount's tree too, for ls(1), find(1)
+and getfattr(1).`,
 		example: `
 tuttifs ls /mnt/kv
 tuttifs ls --json /mnt/kv replay-llama3-8b`,

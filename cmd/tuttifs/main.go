@@ -1,7 +1,7 @@
 // Command tuttifs formats, mounts, checks and watches volumes of KV cache, and replays traces against them.
 //
-// It is one binary under several names: mkfs.tuttifs, fsck.tuttifs, fsck.fuse.tuttifs, mount.tuttifs and mount.fuse.tuttifs are
-// links to it, so that mkfs(8), fsck(8) and mount(8) find their helpers.
+// It is one binary under several names: mkfs.tuttifs, fsck.tuttifs, fsck.fuse.tuttifs, mount.tuttifs and
+// mount.fuse.tuttifs are links to it, so that mkfs(8), fsck(8) and mount(8) find their helpers.
 package main
 
 import (

@@ -33,7 +33,8 @@ func newMkfs() *command {
 	f.Var(&o.size, "size", "make drive files that do not exist, of this size each (suffixes k, m, g, t: powers of 1024)")
 	f.StringVarP(&o.label, "label", "L", "", "volume label, at most 32 bytes")
 	f.StringVarP(&o.uuid, "uuid", "U", "", "volume UUID instead of a random one")
-	f.IntVar(&o.width, "width", 0, "entries of a row: drives that a stripe set is spread over (default 4, or all if fewer)")
+	f.IntVar(&o.width, "width", 0,
+		"entries of a row: drives that a stripe set is spread over (default 4, or all if fewer)")
 	f.Var(&o.segment, "segment", "unit of space given to pools, a power of two (default: by the size of the drives)")
 	f.Var(&o.journal, "journal", "size of the journal (default: by the size of the drives)")
 	f.BoolVarP(&o.force, "force", "f", false, "overwrite a drive that holds something known")
@@ -43,9 +44,10 @@ func newMkfs() *command {
 	return &command{
 		name: "mkfs", synopsis: "[FLAGS] DRIVE...", summary: "format drives as a new volume", exits: &plainExits, flags: f,
 		long: `
-Formats 1 to 64 drives together as one volume: block devices, NVMe namespaces or regular files. All that they held is lost.
-A drive that is mounted, in use or that holds a known signature is refused; --force overrides the last. A regular file that
-does not exist is made, sparse, when --size is given.`,
+Formats 1 to 64 drives together as one volume: block devices, NVMe namespaces or regular files. All
+that they held is lost. A drive that is mounted, in use or that holds a known signature is refused;
+--force overrides the last. A regular file that does not exist is made, sparse, when --size is
+given.`,
 		example: `
 tuttifs mkfs -L kv0 /dev/nvme1n1 /dev/nvme2n1 /dev/nvme3n1 /dev/nvme4n1
 tuttifs mkfs --size 16g /var/lib/tuttifs/d0 /var/lib/tuttifs/d1`,
@@ -98,7 +100,8 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 	return nil
 }
 
-// openDrives opens all, making missing files first (in memory only for a dry run). It returns what it opened and made even on failure.
+// openDrives opens all, making missing files first (in memory only for a dry run). It returns what it opened and made
+// even on failure.
 func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []string, err error) {
 	for _, path := range paths {
 		_, statErr := os.Stat(path)
@@ -162,7 +165,8 @@ type planDocument struct {
 }
 
 func planJSON(p *extentmap.FormatPlan, dryRun bool) planDocument {
-	return planDocument{outputVersion, dryRun, extentmap.FormatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes, p.JournalBytes, p.MetadataBytes,
+	return planDocument{outputVersion, dryRun, extentmap.FormatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes,
+		p.JournalBytes, p.MetadataBytes,
 		p.UsableBytes, daemon.NewDriveDocuments(p.Drives)}
 }
 

@@ -40,21 +40,25 @@ func newMount() *command {
 	o := &mountOptions{}
 	f := newFlags("mount")
 	f.StringArrayVarP(&o.options, "options", "o", nil, "mount options, comma-separated (see below)")
-	f.StringVar(&o.metrics, "metrics", "", "serve Prometheus metrics on this address, e.g. 127.0.0.1:9464 (nothing listens by default)")
-	f.StringVar(&o.log, "log", "", "append the daemon's log to this file (default: syslog; standard error with --foreground)")
+	f.StringVar(&o.metrics, "metrics", "",
+		"serve Prometheus metrics on this address, e.g. 127.0.0.1:9464 (nothing listens by default)")
+	f.StringVar(&o.log, "log", "",
+		"append the daemon's log to this file (default: syslog; standard error with --foreground)")
 	f.BoolVar(&o.foreground, "foreground", false, "do not become a daemon")
 	f.BoolVarP(&o.sloppy, "sloppy", "s", false, "ignore unknown mount options")
 	f.BoolVarP(&o.fake, "fake", "f", false, "check everything but do not mount")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log more")
 	f.StringVarP(&o.fsType, "types", "t", "", "for mount(8): fuse.tuttifs or tuttifs")
-	f.StringVarP(&o.namespace, "namespace", "N", "", "for mount(8): mount namespaces are entered before the helper is called")
+	f.StringVarP(&o.namespace, "namespace", "N", "",
+		"for mount(8): mount namespaces are entered before the helper is called")
 	f.BoolVarP(&o.ignored, "no-mtab", "n", false, "for mount(8): there is no mtab")
 	return &command{
 		name: "mount", synopsis: "[FLAGS] SPEC... DIR", summary: "mount a volume", exits: &mountExits, flags: f,
 		long: `
-Mounts the volume that SPEC names on DIR and returns when it is usable; the daemon goes on in the background until the mount is
-gone or it gets SIGTERM. SPEC is a drive of the volume, UUID=..., LABEL=..., or none with -o volume=LABEL; the volume's other
-drives are found in the same directory, or name them all.
+Mounts the volume that SPEC names on DIR and returns when it is usable; the daemon goes on in the
+background until the mount is gone or it gets SIGTERM. SPEC is a drive of the volume, UUID=...,
+LABEL=..., or none with -o volume=LABEL; the volume's other drives are found in the same directory,
+or name them all.
 
 OPTIONS (-o)
 ` + mountOptionsHelp(),

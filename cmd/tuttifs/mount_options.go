@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -47,11 +48,13 @@ var mountOptionTable = []mountOption{
 		s.volume = v
 		return nil
 	}},
-	{"search", "DIR", "look for drive files in DIR too; may be repeated (default " + searchDir + ")", func(s *mountSettings, v string) error {
-		s.search = append(s.search, v)
-		return nil
-	}},
-	{"noxattr", "", "no extended attributes: faster for those who list millions of files", func(s *mountSettings, _ string) error {
+	{"search", "DIR", "look for drive files in DIR too; may be repeated (default " + searchDir + ")",
+		func(s *mountSettings, v string) error {
+			s.search = append(s.search, v)
+			return nil
+		}},
+	{"noxattr", "", "no extended attributes: faster for those who list millions of files", func(s *mountSettings,
+		_ string) error {
 		s.daemon.NoXattr = true
 		return nil
 	}},
@@ -68,7 +71,8 @@ var mountOptionTable = []mountOption{
 	{"umask", "OCTAL", "permissions that nobody has (default 077)", func(s *mountSettings, v string) error {
 		return parseNumber(v, 8, 0o777, &s.daemon.Umask)
 	}},
-	{"discard", "", "tell drives which blocks are free (default for block devices)", func(s *mountSettings, _ string) error {
+	{"discard", "", "tell drives which blocks are free (default for block devices)", func(s *mountSettings,
+		_ string) error {
 		s.daemon.Discard = new(bool)
 		*s.daemon.Discard = true
 		return nil
@@ -94,7 +98,8 @@ var mountOptionTable = []mountOption{
 	{"checkpoint", "SECONDS", "time between checkpoints (default 30)", func(s *mountSettings, v string) error {
 		return parsePositive(v, 86400, &s.daemon.CheckpointSeconds)
 	}},
-	{"timeout", "SECONDS", "how long the kernel may keep names and attributes (default 1)", func(s *mountSettings, v string) error {
+	{"timeout", "SECONDS", "how long the kernel may keep names and attributes (default 1)", func(s *mountSettings,
+		v string) error {
 		f, err := strconv.ParseFloat(v, 64)
 		if err != nil || !(f >= 0 && f <= 86400) {
 			return errors.New("seconds from 0 to 86400")
@@ -105,16 +110,13 @@ var mountOptionTable = []mountOption{
 	}},
 }
 
-// toleratedOptions are passed on by mount(8), libmount or systemd and mean nothing to a filesystem, or are true of this one anyway.
-// A boot must not fail over them.
-var toleratedOptions = map[string]bool{
-	"user": true, "nouser": true, "users": true, "owner": true, "group": true, "auto": true, "noauto": true, "nofail": true,
-	"_netdev": true, "defaults": true, "dev": true, "nodev": true, "suid": true, "nosuid": true, "exec": true, "noexec": true,
-	"sync": true, "async": true, "dirsync": true, "atime": true, "noatime": true, "diratime": true, "nodiratime": true,
-	"relatime": true, "norelatime": true, "strictatime": true, "nostrictatime": true, "lazytime": true, "nolazytime": true,
-	"default_permissions": true, "nonempty": true, "silent": true, "loud": true, "iversion": true, "noiversion": true, "mand": true,
-	"nomand": true, "fsname": true, "subtype": true,
-}
+// toleratedOptions are passed on by mount(8), libmount or systemd and mean nothing to a filesystem, or are true of this
+// one anyway. A boot must not fail over them.
+var toleratedOptions = strings.Fields(`
+	user nouser users owner group auto noauto nofail _netdev defaults dev nodev suid nosuid exec noexec
+	sync async dirsync atime noatime diratime nodiratime relatime norelatime strictatime nostrictatime
+	lazytime nolazytime default_permissions nonempty silent loud iversion noiversion mand nomand fsname
+	subtype`)
 
 func mountOptionsHelp() string {
 	var b strings.Builder
@@ -125,7 +127,8 @@ func mountOptionsHelp() string {
 		}
 		fmt.Fprintf(&b, "  %-24s %s\n", name, o.help)
 	}
-	b.WriteString("Options that mount(8) hands on (nofail, _netdev, noatime, x-...) are accepted. Others are an error unless -s is given.")
+	b.WriteString("Options that mount(8) hands on (nofail, _netdev, noatime, x-...) are accepted.\n" +
+		"Others are an error unless -s is given.")
 	return b.String()
 }
 
@@ -140,12 +143,13 @@ func (s *mountSettings) parse(lists []string, sloppy bool) error {
 		name, value, hasValue := strings.Cut(word, "=")
 		o := known[name]
 		switch {
-		case word == "" || toleratedOptions[name] || strings.HasPrefix(name, "x-") || strings.HasPrefix(name, "X-"):
+		case word == "" || slices.Contains(toleratedOptions, name) || strings.HasPrefix(name, "x-") || strings.HasPrefix(name, "X-"):
 		case o == nil && sloppy:
 		case o == nil:
 			problems = append(problems, fmt.Sprintf("unknown mount option %q", word))
 		case (o.value != "") != hasValue || hasValue && value == "":
-			problems = append(problems, fmt.Sprintf("mount option %q: write %s", word, strings.TrimSuffix(o.name+"="+o.value, "=")))
+			problems = append(problems, fmt.Sprintf("mount option %q: write %s", word, strings.TrimSuffix(o.name+"="+o.value,
+				"=")))
 		default:
 			if err := o.set(s, value); err != nil {
 				problems = append(problems, fmt.Sprintf("mount option %q: %v", word, err))

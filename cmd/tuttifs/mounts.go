@@ -66,7 +66,8 @@ func refuseMounted(path string) error {
 	}
 	same := func(p string) bool {
 		var st unix.Stat_t
-		return strings.HasPrefix(p, "/") && unix.Stat(p, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK && st.Rdev == want.Rdev
+		return strings.HasPrefix(p, "/") && unix.Stat(p,
+			&st) == nil && st.Mode&unix.S_IFMT == unix.S_IFBLK && st.Rdev == want.Rdev
 	}
 	mounts, err := readMounts()
 	if err != nil {

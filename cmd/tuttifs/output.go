@@ -9,7 +9,8 @@ import (
 	"text/tabwriter"
 )
 
-// outputVersion stands in every JSON document. It changes when a key is removed or changes its meaning; keys may be added any time.
+// outputVersion stands in every JSON document. It changes when a key is removed or changes its meaning; keys may be
+// added any time.
 const outputVersion = 1
 
 // printJSON writes v as one indented document.

@@ -24,11 +24,12 @@ func newPrefixes() *command {
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	f.IntVar(&o.limit, "limit", 0, "list at most so many tips (default all)")
 	return &command{
-		name: "prefixes", synopsis: "[FLAGS] MOUNT POOL [KEY]", summary: "list the tips of prefix chains, or one chain", exits: &plainExits,
+		name: "prefixes", synopsis: "[FLAGS] MOUNT POOL [KEY]", summary: "list the tips of prefix chains, or one chain",
+		exits: &plainExits,
 		flags: f,
 		long: `
-Without KEY, lists the blocks that no other block continues: the ends of all cached prefixes. With KEY, lists the chain that ends
-with it, root first, with the tokens of each block.`,
+Without KEY, lists the blocks that no other block continues: the ends of all cached prefixes. With
+KEY, lists the chain that ends with it, root first, with the tokens of each block.`,
 		example: `
 tuttifs prefixes /mnt/kv replay-llama3-8b --limit 10
 tuttifs prefixes /mnt/kv replay-llama3-8b 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08`,

@@ -13,8 +13,8 @@ import (
 // progressInterval is the time between two redraws.
 const progressInterval = 100 * time.Millisecond
 
-// progress draws a bar on standard error while a long command works. It draws nothing unless that is a terminal, so its methods
-// can be called regardless.
+// progress draws a bar on standard error while a long command works. It draws nothing unless that is a terminal, so its
+// methods can be called regardless.
 type progress struct {
 	w     io.Writer
 	label string

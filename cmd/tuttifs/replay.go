@@ -36,7 +36,8 @@ func newReplay() *command {
 	f.StringVar(&o.mount, "mount", "", "mount point to replay on (or name it behind the trace)")
 	f.BoolVar(&o.metadataOnly, "metadata-only", false, "count hits only, on a volume in memory: no mount, no bytes")
 	f.StringVar(&o.policy, "policy", "", "eviction policy with --metadata-only: lru, sieve or s3fifo (default lru)")
-	f.Uint32Var(&o.capacity, "capacity-blocks", 0, "most blocks that the pool may hold (default: as many as there is space for)")
+	f.Uint32Var(&o.capacity, "capacity-blocks", 0,
+		"most blocks that the pool may hold (default: as many as there is space for)")
 	f.StringVar(&o.pool, "pool", "", "pool to replay into (default: replay-MODEL)")
 	f.StringVar(&o.model, "model", "llama3-8b", "cache geometry: "+strings.Join(modelNames(), ", "))
 	f.IntVar(&o.geometry.Layers, "layers", 0, "layers, instead of the model's")
@@ -46,7 +47,8 @@ func newReplay() *command {
 	f.IntVar(&o.geometry.Tokens, "block-tokens", 0, "tokens whose KV is stored for a block of the trace (default 512)")
 	f.IntVar(&o.geometry.Ranks, "ranks", 0, "tensor-parallel ranks (default 1)")
 	f.BoolVar(&o.geometry.Split, "split", false, "K and V as objects of their own")
-	f.IntVar(&o.scale, "scale", 1, "divide the bytes of a block by about this: first fewer layers, down to 4, then fewer tokens")
+	f.IntVar(&o.scale, "scale", 1,
+		"divide the bytes of a block by about this: first fewer layers, down to 4, then fewer tokens")
 	f.Float64Var(&o.speed, "speed", 0, "1 follows the trace's clock, 10 ten times as fast; 0 as fast as possible")
 	f.IntVar(&o.limit, "requests", 0, "replay only so many requests (default all)")
 	f.Var(&o.dmaBytes, "memory", "memory for KV bytes in flight")
@@ -56,10 +58,11 @@ func newReplay() *command {
 		name: "replay", synopsis: "[FLAGS] TRACE [MOUNT]", summary: "replay a trace of requests and verify every byte",
 		exits: &plainExits, flags: f,
 		long: `
-Does what an inference engine does with the requests of a trace in the Mooncake format: for each it looks up and pins the longest
-prefix that is there, retrieves the hit blocks layer by layer and compares every byte with what was stored, stores the missing
-blocks, the partial tail included, and commits them. The content of a block is derived from its key, so that a second replay
-verifies what an earlier one stored. TRACE - reads standard input.
+Does what an inference engine does with the requests of a trace in the Mooncake format: for each it
+looks up and pins the longest prefix that is there, retrieves the hit blocks layer by layer and
+compares every byte with what was stored, stores the missing blocks, the partial tail included, and
+commits them. The content of a block is derived from its key, so that a second replay verifies what
+an earlier one stored. TRACE - reads standard input.
 
 The exit status is 1 if any byte was wrong. hit_rate in JSON is a fraction of 1. GB are 10^9 bytes.`,
 		example: `
@@ -193,7 +196,8 @@ func (o *replayOptions) kv() (stripe.KV, error) {
 	return scaleKV(kv, o.scale), nil
 }
 
-// scaleKV divides the bytes of a file by about scale: layers first, but not below 4, because replay works layer by layer; then tokens.
+// scaleKV divides the bytes of a file by about scale: layers first, but not below 4, because replay works layer by
+// layer; then tokens.
 func scaleKV(kv stripe.KV, scale int) stripe.KV {
 	const layersMin = 4
 	layers := kv.Layers
@@ -217,7 +221,8 @@ func (o *replayOptions) identity(kv stripe.KV) gpufile.Identity {
 	}
 	return gpufile.Identity{
 		Model: o.model, Revision: "replay-content-1", WeightsEpoch: 1, DType: fmt.Sprintf("bytes%d", kv.DTypeBytes),
-		Quantisation: "none", ScaleFormat: "none", Layout: fmt.Sprintf("L%d-H%d-D%d-T%d", kv.Layers, kv.KVHeads, kv.HeadDim, kv.Tokens),
+		Quantisation: "none", ScaleFormat: "none",
+		Layout:    fmt.Sprintf("L%d-H%d-D%d-T%d", kv.Layers, kv.KVHeads, kv.HeadDim, kv.Tokens),
 		PageBytes: uint64(rows * kv.Tokens), BlockTokens: traceBlockTokens, FileTokens: traceBlockTokens,
 		TP: uint16(kv.Ranks), PP: 1, CP: 1, Group: "full",
 	}
@@ -227,11 +232,11 @@ func (o *replayOptions) identity(kv stripe.KV) gpufile.Identity {
 type replayTarget interface {
 	// pin leases the longest present prefix of keys until release.
 	pin(keys []gpufile.Key) (int, error)
-	// restore retrieves the first n pinned blocks and verifies them; failed is the number of blocks with wrong or damaged bytes.
-	// layer is told how long each layer of each batch took.
+	// restore retrieves the first n pinned blocks and verifies them; failed is the number of blocks with wrong or damaged
+	// bytes. layer is told how long each layer of each batch took.
 	restore(keys []gpufile.Key, layer func(time.Duration)) (bytes uint64, failed int, err error)
-	// store stores and commits what is missing of items, in order, and returns how many blocks it stored. Fewer than all are stored when
-	// there is no space, or when others are storing them.
+	// store stores and commits what is missing of items, in order, and returns how many blocks it stored. Fewer than all
+	// are stored when there is no space, or when others are storing them.
 	store(items []replayItem) (stored int, bytes uint64, err error)
 	// release ends the leases of pin.
 	release() error

@@ -11,8 +11,8 @@ import (
 	"tuttifs/stripe"
 )
 
-// metadataTarget is a store over a volume in memory. Slots are as small as they can be and nothing is ever written to them, so that
-// only the metadata takes memory.
+// metadataTarget is a store over a volume in memory. Slots are as small as they can be and nothing is ever written to
+// them, so that only the metadata takes memory.
 type metadataTarget struct {
 	drives  []drive.Drive
 	volume  *extentmap.Volume
@@ -38,7 +38,8 @@ func openMetadataTarget(o *replayOptions, unique int) (t *metadataTarget, err er
 			err = errors.Join(err, t.close())
 		}
 	}()
-	geometry := stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 1}}}}}.WithTrailers()
+	geometry := stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV,
+		Bytes: 1}}}}}.WithTrailers()
 	layout, err := stripe.NewLayout(geometry, 1)
 	if err != nil {
 		return t, err
@@ -67,7 +68,8 @@ func openMetadataTarget(o *replayOptions, unique int) (t *metadataTarget, err er
 	if err != nil {
 		return t, err
 	}
-	spec := extentmap.PoolSpec{Name: o.poolName(), Geometry: geometry, TokensPerFile: traceBlockTokens, MaxSlots: o.capacity, ChecksumAlg: 1}
+	spec := extentmap.PoolSpec{Name: o.poolName(), Geometry: geometry, TokensPerFile: traceBlockTokens,
+		MaxSlots: o.capacity, ChecksumAlg: 1}
 	pool, ticket, err := t.files.OpenPool(o.identity(kv), spec)
 	if err != nil {
 		return t, err
@@ -110,7 +112,8 @@ func (t *metadataTarget) store(items []replayItem) (stored int, bytes uint64, er
 	for len(items) > 0 {
 		list = list[:0]
 		for _, item := range items[:min(len(items), reserveBatch)] {
-			list = append(list, gpufile.ReserveItem{Key: item.key, Parent: item.parent, Tokens: item.tokens, Position: item.position})
+			list = append(list, gpufile.ReserveItem{Key: item.key, Parent: item.parent, Tokens: item.tokens,
+				Position: item.position})
 		}
 		n, err := t.reserve(list)
 		if errors.Is(err, gpufile.ErrNoSpace) || err == nil && n == 0 {

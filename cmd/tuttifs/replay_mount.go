@@ -87,7 +87,8 @@ func (t *mountTarget) divideMemory() error {
 	}
 	t.half = len(t.dma) / 2 &^ (stripe.UnitBytes - 1)
 	if t.window = min(t.half/widest, gio.BatchMax/most); t.window < 1 {
-		return fmt.Errorf("one layer of one block takes %s and %s are there for it: raise --memory or --scale", humanBytes(uint64(widest)),
+		return fmt.Errorf("one layer of one block takes %s and %s are there for it: raise --memory or --scale",
+			humanBytes(uint64(widest)),
 			humanBytes(uint64(t.half)))
 	}
 	return nil
@@ -165,8 +166,10 @@ func slotIO(grants []engine.Grant) []gio.SlotIO {
 	return out
 }
 
-// restoreRank retrieves one rank's layers: while one is compared, the next is in flight. bad is set for blocks that came back wrong.
-func (t *mountTarget) restoreRank(rank uint16, keys []gpufile.Key, grants []engine.Grant, bad []bool, took func(time.Duration)) (
+// restoreRank retrieves one rank's layers: while one is compared, the next is in flight. bad is set for blocks that
+// came back wrong.
+func (t *mountTarget) restoreRank(rank uint16, keys []gpufile.Key, grants []engine.Grant, bad []bool,
+	took func(time.Duration)) (
 	bytes uint64, err error) {
 	layers, err := t.session.Ring().OpenLayers(t.pool.Map(), rank, slotIO(grants))
 	if err != nil {
@@ -217,7 +220,8 @@ func (t *mountTarget) restoreRank(rank uint16, keys []gpufile.Key, grants []engi
 	return bytes, nil
 }
 
-// slotFailure says that some slots of a batch came back damaged, which Failed tells apart, rather than that the ring is broken.
+// slotFailure says that some slots of a batch came back damaged, which Failed tells apart, rather than that the ring is
+// broken.
 func slotFailure(err error) bool {
 	return errors.Is(err, gio.ErrChecksum) || errors.Is(err, gio.ErrStatus)
 }

@@ -70,8 +70,8 @@ func (r *replay) waitUntil(ctx context.Context, start time.Time, ms float64) err
 	return ctx.Err()
 }
 
-// request restores the prefix that is there and stores the rest. The prefix stays pinned until the end, so that its blocks cannot be
-// evicted to make room for their own children.
+// request restores the prefix that is there and stores the rest. The prefix stays pinned until the end, so that its
+// blocks cannot be evicted to make room for their own children.
 func (r *replay) request(req *traceRequest, keys []gpufile.Key) error {
 	t := &r.totals
 	start := time.Now()
@@ -165,8 +165,9 @@ type replayDocument struct {
 func (r *replay) document() replayDocument {
 	t := &r.totals
 	return replayDocument{
-		OutputVersion: outputVersion, Requests: t.requests, Blocks: t.blocks, HitBlocks: t.hitBlocks, HitRate: ratio(t.hitBlocks, t.blocks),
-		Tokens: t.tokens, HitTokens: t.hitTokens, HitRateTokens: ratio(t.hitTokens, t.tokens),
+		OutputVersion: outputVersion, Requests: t.requests, Blocks: t.blocks, HitBlocks: t.hitBlocks,
+		HitRate: ratio(t.hitBlocks, t.blocks),
+		Tokens:  t.tokens, HitTokens: t.hitTokens, HitRateTokens: ratio(t.hitTokens, t.tokens),
 		StoredBlocks: t.storedBlocks, NotStoredBlocks: t.blocks - t.hitBlocks - t.storedBlocks,
 		BytesRead: t.bytesRead, BytesWritten: t.bytesWritten,
 		ReadGBPerSecond: gbPerSecond(t.bytesRead, r.reading), WriteGBPerSecond: gbPerSecond(t.bytesWritten, r.writing),
@@ -180,12 +181,14 @@ func (r *replay) print(out io.Writer) {
 	w := table(out)
 	row := func(name, format string, args ...any) { fmt.Fprintf(w, "%s\t%s\n", name, fmt.Sprintf(format, args...)) }
 	row("requests", "%d in %.1f s", d.Requests, d.Seconds)
-	row("blocks", "%d, of which %d hit, %d stored, %d not stored", d.Blocks, d.HitBlocks, d.StoredBlocks, d.NotStoredBlocks)
+	row("blocks", "%d, of which %d hit, %d stored, %d not stored", d.Blocks, d.HitBlocks, d.StoredBlocks,
+		d.NotStoredBlocks)
 	row("hit rate", "%.1f %% of blocks, %.1f %% of tokens", 100*d.HitRate, 100*d.HitRateTokens)
 	row("read", "%s at %.2f GB/s, verified", humanBytes(d.BytesRead), d.ReadGBPerSecond)
 	row("written", "%s at %.2f GB/s, committed", humanBytes(d.BytesWritten), d.WriteGBPerSecond)
 	latency := func(name string, h *histogram) {
-		row(name, "p50 %v, p90 %v, p99 %v, max %v", round3(h.quantile(0.5)), round3(h.quantile(0.9)), round3(h.quantile(0.99)),
+		row(name, "p50 %v, p90 %v, p99 %v, max %v", round3(h.quantile(0.5)), round3(h.quantile(0.9)),
+			round3(h.quantile(0.99)),
 			round3(h.max))
 	}
 	latency("lookup", &r.lookup)

@@ -17,11 +17,12 @@ func newStatus() *command {
 	f := newFlags("status")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
-		name: "status", synopsis: "[FLAGS] MOUNT", summary: "show what a mount is doing: hits, sessions, I/O, errors", exits: &plainExits,
+		name: "status", synopsis: "[FLAGS] MOUNT", summary: "show what a mount is doing: hits, sessions, I/O, errors",
+		exits: &plainExits,
 		flags: f,
 		long: `
-Shows the counters since the mount and the gauges of now. The same values are in MOUNT/.tuttifs/stats and, with 'tuttifs mount
---metrics', in Prometheus.`,
+Shows the counters since the mount and the gauges of now. The same values are in
+MOUNT/.tuttifs/stats and, with 'tuttifs mount --metrics', in Prometheus.`,
 		example: `tuttifs status /mnt/kv`,
 		run:     o.run,
 	}
@@ -59,9 +60,11 @@ func (d *statusDocument) print(e *env) {
 	row("up", "%v", (time.Duration(d.UptimeSeconds) * time.Second))
 	row("lookups", "%d blocks, %.1f %% hit", t.Lookups, 100*ratio(t.Hits, t.Lookups))
 	row("files", "%d, of which %d pinned; %d being stored", t.Files, t.FilesPinned, t.FilesReserved)
-	row("since the mount", "%d committed, %d evicted, %d removed, %d damaged, %d aborted", t.Committed, t.Evicted, t.Doomed, t.Bad, t.Aborted)
+	row("since the mount", "%d committed, %d evicted, %d removed, %d damaged, %d aborted", t.Committed, t.Evicted,
+		t.Doomed, t.Bad, t.Aborted)
 	row("space", "%s of %s used", humanBytes(sp.UsedBytes), humanBytes(sp.TotalBytes))
-	row("commands", "%d reads of %s, %d writes of %s, %d failed, %d refused", io.Reads, humanBytes(io.BytesRead), io.Writes,
+	row("commands", "%d reads of %s, %d writes of %s, %d failed, %d refused", io.Reads, humanBytes(io.BytesRead),
+		io.Writes,
 		humanBytes(io.BytesWritten), io.Errors, io.Refused)
 	row("drive errors", "%d reading, %d writing", d.ReadErrors, d.WriteErrors)
 	row("journal", "%s in use, %d transactions, %d checkpoints", humanBytes(d.JournalUsed), d.Transactions, d.Checkpoints)

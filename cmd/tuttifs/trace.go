@@ -27,9 +27,9 @@ func newTrace() *command {
 	return &command{
 		name: "trace", synopsis: "[FLAGS]", summary: "make a synthetic trace for replay", exits: &plainExits, flags: f,
 		long: `
-Writes a trace in the Mooncake format: conversations that begin with one of a few system prompts, popular ones much more often than
-others, and grow turn by turn, so that later requests share prefixes with earlier ones. It is for demonstrations and tests; it
-models no real service.`,
+Writes a trace in the Mooncake format: conversations that begin with one of a few system prompts,
+popular ones much more often than others, and grow turn by turn, so that later requests share
+prefixes with earlier ones. It is for demonstrations and tests; it models no real service.`,
 		example: `tuttifs trace --requests 200 --seed 7 -o small.jsonl`,
 		run:     o.run,
 	}
@@ -57,8 +57,8 @@ func (o *traceOptions) run(_ context.Context, e *env, args []string) (err error)
 // conversation is a chain of full blocks that later turns extend.
 type conversation struct{ ids []uint64 }
 
-// generateTrace writes n requests. Every id has one parent, ids are consecutive in the order in which they are first seen, and a partial
-// tail is never extended: the next turn has a new block in its place.
+// generateTrace writes n requests. Every id has one parent, ids are consecutive in the order in which they are first
+// seen, and a partial tail is never extended: the next turn has a new block in its place.
 func generateTrace(w io.Writer, n int, seed uint64) error {
 	const (
 		systemPrompts = 8

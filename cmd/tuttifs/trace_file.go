@@ -17,8 +17,8 @@ const (
 	traceBlocksMax   = 1 << 18 // blocks of one request
 )
 
-// traceRequest is one line of a trace in the Mooncake format: one prompt, named by the chained hashes of its 512-token blocks, of which
-// the last may be partial.
+// traceRequest is one line of a trace in the Mooncake format: one prompt, named by the chained hashes of its 512-token
+// blocks, of which the last may be partial.
 type traceRequest struct {
 	Timestamp    float64  `json:"timestamp"` // milliseconds from the start
 	InputLength  uint64   `json:"input_length"`
@@ -31,7 +31,8 @@ func (r *traceRequest) tokens(i int) uint32 {
 	return uint32(min(r.InputLength-uint64(i)*traceBlockTokens, traceBlockTokens))
 }
 
-// parseTraceLine decodes and checks one line. Fields that we do not know are ignored: traces of this format carry others.
+// parseTraceLine decodes and checks one line. Fields that we do not know are ignored: traces of this format carry
+// others.
 func parseTraceLine(line []byte) (r traceRequest, err error) {
 	var in struct {
 		Timestamp    *float64  `json:"timestamp"`

@@ -9,7 +9,8 @@ import (
 )
 
 func TestParseTraceLine(t *testing.T) {
-	r, err := parseTraceLine([]byte(`{"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [7, 9], "type": "chat"}`))
+	r, err := parseTraceLine([]byte(`{"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [7, 9],
+		"type": "chat"}`))
 	require.NoError(t, err)
 	require.Equal(t, traceRequest{3000, 700, 5, []uint64{7, 9}}, r)
 	require.EqualValues(t, 512, r.tokens(0))
@@ -55,7 +56,8 @@ func TestReadTraceNamesTheLine(t *testing.T) {
 	require.Len(t, some, 2)
 }
 
-// A generated trace has the properties of a recorded one: a trie of ids, first seen in order, no repeats within a request.
+// A generated trace has the properties of a recorded one: a trie of ids, first seen in order, no repeats within a
+// request.
 func TestGeneratedTrace(t *testing.T) {
 	var a, b bytes.Buffer
 	require.NoError(t, generateTrace(&a, 500, 3))

@@ -23,12 +23,15 @@ const daemonExitMax = time.Minute
 func newUmount() *command {
 	o := &umountOptions{}
 	f := newFlags("umount")
-	f.BoolVarP(&o.lazy, "lazy", "l", false, "detach now, even if it is busy or its daemon is dead; the daemon ends when the last file is closed")
+	f.BoolVarP(&o.lazy, "lazy", "l", false,
+		"detach now, even if it is busy or its daemon is dead; the daemon ends when the last file is closed")
 	return &command{
-		name: "umount", synopsis: "[FLAGS] DIR", summary: "unmount, and wait until the drives are released", exits: &plainExits, flags: f,
+		name: "umount", synopsis: "[FLAGS] DIR", summary: "unmount, and wait until the drives are released",
+		exits: &plainExits, flags: f,
 		long: `
-Unmounts DIR and returns when the daemon has written a clean label and released the drives, so that the volume can be checked or
-mounted again at once. Plain umount(8) works too; it does not wait for the daemon. When the mount is busy, its users are named.`,
+Unmounts DIR and returns when the daemon has written a clean label and released the drives, so that
+the volume can be checked or mounted again at once. Plain umount(8) works too; it does not wait for
+the daemon. When the mount is busy, its users are named.`,
 		example: `tuttifs umount /mnt/kv`,
 		run:     o.run,
 	}
@@ -96,7 +99,8 @@ func waitDaemon(ctx context.Context, pidfd int) error {
 func busyError(dir string) error {
 	users := mountUsers(dir)
 	if len(users) == 0 {
-		return fmt.Errorf("%s is busy: another mount namespace or a nested mount holds it; 'tuttifs umount -l' detaches it", dir)
+		return fmt.Errorf("%s is busy: another mount namespace or a nested mount holds it; 'tuttifs umount -l' detaches it",
+			dir)
 	}
 	return fmt.Errorf("%s is busy: %s; close these or use 'tuttifs umount -l'", dir, strings.Join(users, ", "))
 }

@@ -49,8 +49,8 @@ func (s *mountSettings) findVolume(name string) ([]string, error) {
 	}
 	switch {
 	case len(found) == 0:
-		return nil, fmt.Errorf("no volume %q among block devices and in %s: name a drive, or its directory with -o search=DIR", name,
-			strings.Join(search, ", "))
+		return nil, fmt.Errorf("no volume %q among block devices and in %s: name a drive, or its directory with "+
+			"-o search=DIR", name, strings.Join(search, ", "))
 	case len(volumes) > 1:
 		return nil, fmt.Errorf("%d volumes have the label %q (%s): use UUID=", len(volumes), name, strings.Join(found, ", "))
 	}
