@@ -373,6 +373,70 @@ func TestStopBySignal(t *testing.T) {
 	require.False(t, still)
 }
 
+// started runs a slow replay in the background and returns when it has stored something.
+func started(t *testing.T, trace, dir string) *exec.Cmd {
+	t.Helper()
+	cmd := exec.Command(builtBinary(t), "replay", "--scale", "1024", "--speed", "1", trace, dir)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	require.Eventually(t, func() bool {
+		return decode[statusDocument](t, tuttifs(t, "status", "--json", dir)).Total.Committed > 0
+	}, time.Minute, 20*time.Millisecond, "%s", &stderr)
+	return cmd
+}
+
+// Promise i: the death of an engine leaves nothing behind.
+func TestKilledEngine(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	dir := mounted(t, paths[0])
+	trace := smallTrace(t, 500)
+	engine := started(t, trace, dir)
+	require.NoError(t, engine.Process.Kill())
+	require.Error(t, engine.Wait())
+	require.Eventually(t, func() bool {
+		s := decode[statusDocument](t, tuttifs(t, "status", "--json", dir))
+		return s.Sessions == 0 && s.Total.FilesPinned == 0 && s.Total.FilesReserved == 0
+	}, time.Minute, 20*time.Millisecond, "leases end with their holder")
+	require.Zero(t, replayed(t, trace, dir, "--requests", "50").VerifyFailures)
+}
+
+// A daemon that is told to stop does not wait for engines.
+func TestStopUnderAnEngine(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	dir := mounted(t, paths[0])
+	engine := started(t, smallTrace(t, 500), dir)
+	pid := daemonPID(t, dir)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGTERM))
+	waitGone(t, pid)
+	require.Error(t, engine.Wait(), "the engine is told")
+	require.Equal(t, 1, engine.ProcessState.ExitCode())
+	_, still := findMount(dir)
+	require.False(t, still)
+	tuttifs(t, "fsck", "-n", paths[0])
+}
+
+func TestForegroundMount(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	dir := mountPoint(t)
+	cmd := exec.Command(builtBinary(t), "mount", "--foreground", "-o", "sockets="+filepath.Dir(dir), paths[0], dir)
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	require.NoError(t, cmd.Start())
+	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+	require.Eventually(t, func() bool {
+		var v daemon.VersionDocument
+		return readStatus(dir, "version", &v) == nil && v.PID == cmd.Process.Pid
+	}, time.Minute, 10*time.Millisecond)
+	require.NoError(t, cmd.Process.Signal(os.Interrupt))
+	require.NoError(t, cmd.Wait(), "an interrupt is a clean unmount")
+	require.Contains(t, stderr.String(), "msg=mounted")
+	tuttifs(t, "mount", "-f", paths[0], dir)
+	_, mounted := findMount(dir)
+	require.False(t, mounted, "-f checks and does not mount")
+}
+
 func TestUmountByOthers(t *testing.T) {
 	paths := formatted(t, 1, "256m")
 	dir := mounted(t, paths[0])

@@ -96,6 +96,11 @@ func (o *mountOptions) run(ctx context.Context, e *env, args []string) error {
 	if do.Dir, err = filepath.EvalSymlinks(do.Dir); err != nil {
 		return err
 	}
+	if do.SocketDir != "" {
+		if do.SocketDir, err = filepath.Abs(do.SocketDir); err != nil {
+			return err
+		}
+	}
 	for _, p := range paths {
 		abs, err := filepath.Abs(p)
 		if err != nil {
