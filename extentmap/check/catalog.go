@@ -1,0 +1,280 @@
+package check
+
+import (
+	"fmt"
+	"slices"
+
+	"tuttifs/drive"
+	"tuttifs/extentmap/ondisk"
+	"tuttifs/stripe"
+)
+
+const (
+	// readBlocks is how much of a structure is read at once.
+	readBlocks = 256
+	// checksumAlgorithm is the only one of this version.
+	checksumAlgorithm = 1
+	// streamBytesMax bounds the catalog that is believed: a volume's rows and pools need far less.
+	streamBytesMax = 4 << 30
+)
+
+// checkCatalog compares the catalog's copies, and takes pools, families, tenants and rows from it.
+func (c *checker) checkCatalog() error {
+	s, r := c.super, &c.label.Region
+	if uint64(s.CatalogBlocks) > r.CatalogBlocks || s.CatalogBytes > streamBytesMax {
+		c.volume(errorf("catalog", "", "not checked: the superblock is wrong about it"))
+		return nil
+	}
+	first := r.CatalogUnit + uint64(s.CatalogArea)*r.CatalogBlocks
+	payloads := make([][]byte, s.CatalogBlocks)
+	for _, m := range c.metadata() {
+		if err := c.readCatalog(m, first, payloads); err != nil {
+			return err
+		}
+	}
+	var stream []byte
+	for i, p := range payloads {
+		if p == nil {
+			c.volume(errorf("catalog", "restore the metadata drives from a copy, or format the volume anew",
+				"block %d is whole on no metadata drive: the pools and rows of this volume are not known", i))
+			return nil
+		}
+		stream = append(stream, p...)
+	}
+	if uint64(len(stream)) != s.CatalogBytes || ondisk.CRC(stream) != s.CatalogCRC {
+		c.volume(errorf("catalog", "restore the metadata drives from a copy, or format the volume anew",
+			"%d bytes with checksum %#x, the superblock says %d with %#x", len(stream), ondisk.CRC(stream),
+			s.CatalogBytes,
+			s.CatalogCRC))
+		return nil
+	}
+	if err := ondisk.VisitEntries(stream, &entries{c: c, from: "catalog"}); err != nil {
+		c.volume(errorf("catalog", "report this as a defect: the checksum is right", "%v", err))
+	}
+	return nil
+}
+
+// readCatalog reads one drive's copy and fills in the payloads that are not there yet.
+func (c *checker) readCatalog(m *member, first uint64, payloads [][]byte) error {
+	b := drive.AlignedBuffer(min(readBlocks, len(payloads)) * ondisk.BlockBytes)
+	defer drive.FreeBuffer(b)
+	const advice = "another copy is whole; add or change a pool or tenant, or mount and unmount, to write it anew"
+	for at := 0; at < len(payloads); at += readBlocks {
+		if err := c.ctx.Err(); err != nil {
+			return err
+		}
+		part := b[:min(readBlocks, len(payloads)-at)*ondisk.BlockBytes]
+		if err := read(m, part, first+uint64(at)); err != nil {
+			c.at(m, first+uint64(at), errorf("catalog", advice, "cannot be read: %v", err))
+			continue
+		}
+		for i := 0; i*ondisk.BlockBytes < len(part); i++ {
+			n := at + i
+			block := part[i*ondisk.BlockBytes:][:ondisk.BlockBytes]
+			p, err := ondisk.OpenCatalog(block, first, uint32(n), c.tag, c.super.CatalogSeq)
+			switch {
+			case err != nil:
+				c.at(m, first+uint64(n), errorf("catalog", advice, "block %d is bad: %v", n, err))
+			case payloads[n] == nil:
+				payloads[n] = slices.Clone(p)
+			case string(payloads[n]) != string(p):
+				c.at(m, first+uint64(n), errorf("catalog", advice, "block %d differs from the other copy", n))
+			}
+		}
+	}
+	return nil
+}
+
+// pool is a pool and what the checker knows of its rows.
+type pool struct {
+	ondisk.Pool
+	layout      *stripe.Layout // nil if the pool cannot be understood
+	slotsPerRow uint32
+	tableBlocks uint32
+	rows        map[uint32]*row
+	numbered    []*row   // by number
+	files       uint64   // committed slots
+	index       []uint32 // open addressing by key: slot numbers + 1
+}
+
+// row is a row of a pool.
+type row struct {
+	ondisk.Row
+	pool    *pool
+	fresh   bool // from the journal: no checkpoint has written its tables
+	changes []change
+	table   []byte // as read, changes applied
+}
+
+// change is what the journal does to a slot of a row: a record, or nil to free it.
+type change struct {
+	index  uint32
+	record []byte
+}
+
+// entries takes in what catalog and journal say. Its methods never fail: what is wrong is reported and left out.
+type entries struct {
+	c    *checker
+	from string // "catalog" or "journal"
+}
+
+func (e *entries) complain(format string, args ...any) error {
+	advice := "mount it read-only, save what is needed, and format it anew"
+	e.c.volume(errorf(e.from, advice, format, args...))
+	return nil
+}
+
+func (e *entries) Pool(p *ondisk.Pool) error {
+	c := e.c
+	if c.pools[p.ID] != nil {
+		return e.complain("pool %d is there twice", p.ID)
+	}
+	if other, twice := c.poolNames[p.Name]; twice {
+		_ = e.complain("pools %d and %d have the name %q", other, p.ID, p.Name)
+	}
+	q := &pool{Pool: *p, rows: make(map[uint32]*row)}
+	q.Identity, q.Geometry = slices.Clone(p.Identity), slices.Clone(p.Geometry)
+	c.pools[p.ID], c.poolNames[p.Name] = q, p.ID
+	c.result.Pools++
+	if p.Family != 0 && c.families[p.Family] == "" {
+		_ = e.complain("pool %d (%s): family %d does not exist", p.ID, p.Name, p.Family)
+	}
+	if p.ChecksumAlg != checksumAlgorithm {
+		_ = e.complain("pool %d (%s): unknown checksum algorithm %d", p.ID, p.Name, p.ChecksumAlg)
+	}
+	if p.MaxBytes != 0 && p.MinBytes > p.MaxBytes {
+		_ = e.complain("pool %d (%s): minimum %d above maximum %d", p.ID, p.Name, p.MinBytes, p.MaxBytes)
+	}
+	if err := q.layOut(c.label); err != nil {
+		return e.complain("pool %d (%s): %v", p.ID, p.Name, err)
+	}
+	return nil
+}
+
+// layOut computes the pool's shape; layout stays nil when it fails.
+func (q *pool) layOut(l *ondisk.Label) error {
+	g, err := stripe.ParseGeometry(q.Geometry)
+	if err != nil {
+		return err
+	}
+	layout, err := stripe.NewLayout(g, int(l.Width))
+	if err != nil {
+		return err
+	}
+	if layout.SlotUnits() != q.SlotUnits {
+		return fmt.Errorf("slot of %d units, its geometry says %d", q.SlotUnits, layout.SlotUnits())
+	}
+	q.slotsPerRow = layout.SlotsPerRow(q.entryUnits(l))
+	q.tableBlocks = ondisk.TableBlocks(q.slotsPerRow)
+	switch {
+	case q.slotsPerRow == 0:
+		return fmt.Errorf("a slot of %d units does not fit an entry of %d", q.SlotUnits, q.entryUnits(l))
+	case q.tableBlocks > l.Region.SegmentUnits:
+		return fmt.Errorf("a record table of %d blocks does not fit a segment of %d", q.tableBlocks,
+			l.Region.SegmentUnits)
+	}
+	q.layout = layout
+	return nil
+}
+
+func (q *pool) entryUnits(l *ondisk.Label) uint64 {
+	return uint64(l.Region.SegmentUnits) << q.EntryShift
+}
+
+func (e *entries) Limits(l *ondisk.Limits) error {
+	q := e.c.pools[l.Pool]
+	if q == nil {
+		return e.complain("limits of pool %d, which does not exist", l.Pool)
+	}
+	q.MinBytes, q.MaxBytes, q.MaxSlots = l.MinBytes, l.MaxBytes, l.MaxSlots
+	return nil
+}
+
+func (e *entries) Family(f *ondisk.Family) error {
+	if name := e.c.families[f.ID]; name != "" && name != f.Name {
+		return e.complain("family %d is there twice, as %q and %q", f.ID, name, f.Name)
+	}
+	e.c.families[f.ID] = f.Name
+	return nil
+}
+
+func (e *entries) Tenant(t *ondisk.Tenant) error {
+	if _, twice := e.c.tenants[t.ID]; twice && e.from == "catalog" {
+		return e.complain("tenant %d is there twice", t.ID)
+	}
+	e.c.tenants[t.ID] = *t
+	return nil
+}
+
+func (e *entries) Row(r *ondisk.Row) error {
+	c := e.c
+	q := c.pools[r.Pool]
+	switch {
+	case q == nil:
+		return e.complain("row %d of pool %d, which does not exist", r.Number, r.Pool)
+	case q.layout == nil:
+		return nil // said already
+	case q.rows[r.Number] != nil:
+		return e.complain("row %d of pool %d is there twice", r.Number, r.Pool)
+	case len(r.Entries) != int(c.label.Width):
+		return e.complain("row %d of pool %d has %d entries, the volume's width is %d", r.Number, r.Pool,
+			len(r.Entries),
+			c.label.Width)
+	case uint64(r.Number)*uint64(q.slotsPerRow)+uint64(q.slotsPerRow) >= 1<<32-1:
+		return e.complain("row %d of pool %d: its slots have no numbers", r.Number, r.Pool)
+	}
+	x := &row{Row: *r, pool: q, fresh: e.from == "journal"}
+	q.rows[r.Number] = x
+	c.result.Rows++
+	c.claimRow(x)
+	return nil
+}
+
+func (e *entries) DropRow(d ondisk.DropRow) error {
+	if e.from == "catalog" {
+		return e.complain("a dropped row")
+	}
+	q := e.c.pools[d.Pool]
+	if q == nil || q.layout != nil && q.rows[d.Number] == nil {
+		return e.complain("drops row %d of pool %d, which does not exist", d.Number, d.Pool)
+	}
+	if q.rows[d.Number] != nil {
+		delete(q.rows, d.Number) // its space stays claimed: nobody may have it before the next checkpoint
+		e.c.result.Rows--
+	}
+	return nil
+}
+
+func (e *entries) Put(p ondisk.Put) error {
+	if e.from == "catalog" {
+		return e.complain("a record")
+	}
+	var r ondisk.Record
+	r.Decode(p.Record)
+	e.c.journaled = max(e.c.journaled, r.Sequence+1)
+	return e.change(p.Pool, p.Slot, slices.Clone(p.Record))
+}
+
+func (e *entries) Free(f ondisk.Free) error {
+	if e.from == "catalog" {
+		return e.complain("a freed slot")
+	}
+	return e.change(f.Pool, f.Slot, nil)
+}
+
+func (e *entries) change(id uint16, slot uint32, record []byte) error {
+	q := e.c.pools[id]
+	if q == nil {
+		return e.complain("changes slot %d of pool %d, which does not exist", slot, id)
+	}
+	if q.layout == nil {
+		return nil
+	}
+	r := q.rows[slot/q.slotsPerRow]
+	if r == nil {
+		return e.complain("changes slot %d of pool %d (%s), which has no row %d", slot, id, q.Name,
+			slot/q.slotsPerRow)
+	}
+	r.changes = append(r.changes, change{slot % q.slotsPerRow, record})
+	return nil
+}

@@ -1,0 +1,194 @@
+package check
+
+import (
+	"encoding/binary"
+	"math/bits"
+	"slices"
+
+	"tuttifs/extentmap/ondisk"
+)
+
+const adviceEvict = "evict the file"
+
+// records is what the records pass counts over all pools.
+type records struct {
+	c         *checker
+	sequences []uint64
+	used      map[uint32]uint64 // bytes by tenant
+	done      uint64
+	total     uint64
+}
+
+// checkRecords judges the records: each by itself, those with one key, and the chains.
+func (c *checker) checkRecords() error {
+	s := &records{c: c, used: make(map[uint32]uint64)}
+	for _, q := range c.sortedPools() {
+		q.files = 0
+		q.each(func(uint32, *row, []byte) { q.files++ })
+		s.total += 2 * q.files
+		c.result.Files += q.files
+	}
+	for _, q := range c.sortedPools() {
+		if err := s.checkPool(q); err != nil {
+			return err
+		}
+	}
+	slices.Sort(s.sequences)
+	for i := 1; i < len(s.sequences); i++ {
+		if s.sequences[i] == s.sequences[i-1] {
+			c.volume(errorf("record", "evict the files of that commit", "two records have commit sequence %d",
+				s.sequences[i]))
+		}
+	}
+	s.checkTenants()
+	return nil
+}
+
+// each calls f for every committed slot.
+func (q *pool) each(f func(slot uint32, r *row, record []byte)) {
+	for _, r := range q.numbered {
+		for i := range q.slotsPerRow {
+			rec := r.table[ondisk.RecordOffset(i):][:ondisk.RecordBytes]
+			if ondisk.State(rec[ondisk.RecordStateOff]) == ondisk.StateCommitted {
+				f(r.Number*q.slotsPerRow+i, r, rec)
+			}
+		}
+	}
+}
+
+// record is the encoded record of a slot that a row backs.
+func (q *pool) record(slot uint32) []byte {
+	return q.rows[slot/q.slotsPerRow].table[ondisk.RecordOffset(slot%q.slotsPerRow):][:ondisk.RecordBytes]
+}
+
+// step counts one record done and says whether to stop.
+func (s *records) step() error {
+	const every = 1 << 16
+	if s.done++; s.done%every == 0 {
+		s.c.progress(s.done, s.total)
+		return s.c.ctx.Err()
+	}
+	return nil
+}
+
+func (s *records) checkPool(q *pool) error {
+	if q.layout == nil {
+		return nil
+	}
+	q.index = make([]uint32, 1<<bits.Len64(2*q.files))
+	duplicates := uint64(0)
+	var stop error
+	q.each(func(slot uint32, _ *row, rec []byte) {
+		if stop != nil {
+			return
+		}
+		stop = s.step()
+		if q.insert(slot, rec) {
+			duplicates++
+		}
+		s.judge(q, slot, rec)
+	})
+	if stop != nil {
+		return stop
+	}
+	if duplicates > 0 {
+		s.c.volume(notef("record", "the next mount frees them",
+			"pool %d (%s): %d records whose key has a later record", q.ID, q.Name,
+			duplicates))
+	}
+	if q.MaxSlots != 0 && q.files > uint64(q.MaxSlots) {
+		s.c.volume(notef("record", "", "pool %d (%s): %d files, the limit is %d now", q.ID, q.Name, q.files,
+			q.MaxSlots))
+	}
+	return s.checkChains(q)
+}
+
+// judge checks one record by itself.
+func (s *records) judge(q *pool, slot uint32, rec []byte) {
+	var x ondisk.Record
+	x.Decode(rec)
+	s.sequences = append(s.sequences, x.Sequence)
+	s.used[x.Tenant] += q.SlotUnits * ondisk.BlockBytes
+	root := x.Parent == (ondisk.Key{})
+	if next := max(s.c.super.NextCommit, s.c.journaled); x.Sequence >= next {
+		s.at(q, slot, errorf("record", adviceEvict, "commit sequence %d, the volume has reached %d", x.Sequence,
+			next))
+	}
+	if q.TokensPerFile != 0 && (x.Tokens == 0 || x.Tokens > q.TokensPerFile) {
+		s.at(q, slot, errorf("record", adviceEvict, "%d tokens, a file has 1 to %d", x.Tokens, q.TokensPerFile))
+	}
+	if root && x.Position != 0 {
+		s.at(q, slot, errorf("record", adviceEvict, "a root at position %d", x.Position))
+	}
+	if !root && x.Position == 0 {
+		s.at(q, slot, errorf("record", adviceEvict, "position 0, although it has a parent"))
+	}
+}
+
+// at reports a problem of a slot's record, at its place in the first record table.
+func (s *records) at(q *pool, slot uint32, p problem) {
+	l := q.rows[slot/q.slotsPerRow].Tables[0]
+	f := Finding{Severity: p.severity, Structure: p.structure, Block: NoBlock, Advice: p.advice}
+	f.Message = slotName(q, slot) + ": " + p.message
+	if m := s.c.member(l.Drive()); m != nil {
+		f.Drive, f.Block = m.Name(), l.Unit()+uint64(slot%q.slotsPerRow/ondisk.RecordsPerBlock)
+	}
+	s.c.report(f)
+}
+
+// hash spreads a key over the index.
+func (q *pool) hash(key []byte) uint64 {
+	h := binary.LittleEndian.Uint64(key) ^ bits.RotateLeft64(binary.LittleEndian.Uint64(key[8:]), 32)
+	return h * 0x9e3779b97f4a7c15 >> 32
+}
+
+// insert puts a slot into the index. Of two with one key the one with the higher commit sequence stays; twice says
+// that there was one.
+func (q *pool) insert(slot uint32, rec []byte) (twice bool) {
+	mask := uint64(len(q.index) - 1)
+	for i := q.hash(rec) & mask; ; i = (i + 1) & mask {
+		if q.index[i] == 0 {
+			q.index[i] = slot + 1
+			return false
+		}
+		other := q.record(q.index[i] - 1)
+		if string(other[:len(ondisk.Key{})]) != string(rec[:len(ondisk.Key{})]) {
+			continue
+		}
+		if binary.LittleEndian.Uint64(rec[ondisk.RecordSeqOff:]) > binary.LittleEndian.Uint64(other[ondisk.RecordSeqOff:]) {
+			q.index[i] = slot + 1
+		}
+		return true
+	}
+}
+
+// find looks a key up.
+func (q *pool) find(key []byte) (slot uint32, ok bool) {
+	mask := uint64(len(q.index) - 1)
+	for i := q.hash(key) & mask; q.index[i] != 0; i = (i + 1) & mask {
+		if string(q.record(q.index[i] - 1)[:len(key)]) == string(key) {
+			return q.index[i] - 1, true
+		}
+	}
+	return 0, false
+}
+
+// checkTenants compares use and quota.
+func (s *records) checkTenants() {
+	ids := make([]uint32, 0, len(s.used))
+	for id := range s.used {
+		ids = append(ids, id)
+	}
+	slices.Sort(ids)
+	for _, id := range ids {
+		t, known := s.c.tenants[id]
+		switch {
+		case !known && id != 0:
+			s.c.volume(notef("record", "",
+				"tenant %d has files and is not in the tenant table: no quota holds for it", id))
+		case known && t.Quota != 0 && s.used[id] > t.Quota:
+			s.c.volume(notef("record", "", "tenant %d (%s) uses %d bytes, its quota is %d now", id, t.Name,
+				s.used[id], t.Quota))
+		}
+	}
+}
