@@ -308,7 +308,7 @@ func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	*word64(s.queues, ioctl.NonceWord) = c.nonce
 	*word32(s.queues, ioctl.StateWord) = ioctl.SessionLive
 	m.depth = r.Depth
-	m.dma, m.authority = &dmaMemory{b: s.dma}, &authority{leases: m.leases}
+	m.dma, m.authority = &dmaMemory{b: s.dma}, authority{leases: m.leases}
 	m.lanes = make([]lane, r.Lanes)
 	if err := m.startLanes(); err != nil {
 		fds.close()

@@ -45,7 +45,7 @@ type member struct {
 	pollers   []*poller
 	depth     uint32
 	dma       *dmaMemory
-	authority *authority
+	authority authority
 
 	acks sync.Map // extentmap.PoolID -> uint64, the map generation that the process says it uses
 }
@@ -297,46 +297,15 @@ func (d *dmaMemory) Translate(iova uint64, n uint32) []byte {
 	return d.b[off : off+uint64(n) : off+uint64(n)]
 }
 
-// authority lets controllers ask a member's leases about each command. Accesses in flight are kept here and reused, so that a
-// command allocates nothing.
-type authority struct {
-	leases *gpufile.Member
-	mu     sync.Mutex
-	free   *flight
-}
+// authority lets controllers ask a member's leases about each command.
+type authority struct{ leases *gpufile.Member }
 
-type flight struct {
-	access gpufile.Access
-	next   *flight
-}
-
-func (a *authority) Authorize(write bool, driveIndex uint16, unit uint64, units uint32) (emu.Access, bool) {
+func (a authority) Authorize(write bool, driveIndex uint16, unit uint64, units uint32) (emu.Access, bool) {
 	access, ok := a.leases.Authorize(write, driveIndex, unit, units)
-	if !ok {
-		return emu.Access{}, false
-	}
-	a.mu.Lock()
-	f := a.free
-	if f == nil {
-		f = new(flight)
-	} else {
-		a.free = f.next
-	}
-	a.mu.Unlock()
-	f.access = access
-	return emu.Access{Slot: access.Slot, Ref: f}, true
+	return emu.Access(access), ok
 }
 
-func (a *authority) Complete(e emu.Access, ok bool) {
-	f, isFlight := e.Ref.(*flight)
-	if !isFlight {
-		return
-	}
-	a.leases.Complete(f.access, ok)
-	a.mu.Lock()
-	f.next, a.free = a.free, f
-	a.mu.Unlock()
-}
+func (a authority) Complete(e emu.Access, ok bool) { a.leases.Complete(gpufile.Access(e), ok) }
 
 // attachLane begins a lane on every drive. The caller holds setup.
 func (m *member) attachLane(i int) error {

@@ -141,10 +141,19 @@ func (v verb) with(flags uint16, c choice) verb {
 }
 
 // Dispatch serves one ioctl. in is the caller's struct, already private to this process; out is what goes back, as long as in. It is
-// cleared first, because the mount's buffers are recycled. Checks are made in this order: number, version, size, flags, the
-// handle's rights, reserved fields; then the verb's own.
+// cleared first, because the mount's buffers are recycled. With an errno the caller's own bytes go back: FUSE copies the output
+// whatever the result, and a request that can be repeated must survive its EAGAIN. Checks are made in this order: number,
+// version, size, flags, the handle's rights, reserved fields; then the verb's own.
 func Dispatch(h Handler, writable bool, cmd uint32, in, out []byte) Errno {
 	clear(out)
+	errno := dispatch(h, writable, cmd, in, out)
+	if errno != 0 {
+		copy(out, in)
+	}
+	return errno
+}
+
+func dispatch(h Handler, writable bool, cmd uint32, in, out []byte) Errno {
 	nr := cmd & 0xff
 	if nr >= nrEnd || verbs[nr].call == nil || cmd&^(iocSizeMask<<iocSizeShift) != iocBase|nr {
 		return ENOTTY
