@@ -16,7 +16,7 @@ const (
 	// request's bytes are verified while this one's are copied.
 	aheadBytes = 2 << 20
 	// taskBytes is what one goroutine reads and verifies: small objects are taken together.
-	taskBytes = 128 << 10
+	taskBytes = 256 << 10
 	// piecesMax bounds the buffers of one reply; a reply of more (tiny objects) is copied together.
 	piecesMax = 256
 )
