@@ -198,7 +198,9 @@ func (t *tree) attrBase(a *fuse.Attr, n nodeID, mode uint32) {
 	*a = fuse.Attr{Ino: uint64(n), Nlink: 1, Blksize: preferredBytes, Owner: fuse.Owner{Uid: t.o.UID, Gid: t.o.GID}}
 	switch mode {
 	case syscall.S_IFDIR:
-		a.Mode, a.Nlink = mode|0o777&^t.o.Umask, 2
+		// The C library sizes its reads of a directory by st_blksize. Small ones are better: the kernel asks for the first with
+		// attributes, which make an inode of each entry, and for the rest only if somebody looks at them.
+		a.Mode, a.Nlink, a.Blksize = mode|0o777&^t.o.Umask, 2, blockBytes
 	case syscall.S_IFLNK:
 		a.Mode = mode | 0o777
 	default:
