@@ -55,6 +55,7 @@ func (y payload) verify(p *gpufile.Pool, slot uint32, seed checksum.Seed) bool {
 	r := y.reader(p, slot, seed)
 	defer r.Close()
 	buf := drive.AlignedBuffer(stripe.MaxObjectBytes)
+	defer drive.FreeBuffer(buf)
 	for rank := range r.ranks {
 		for _, o := range r.layout.RankObjects(uint16(rank)) {
 			if r.ReadObject(o, buf[:r.layout.Geometry().Objects[o].Bytes()]) != nil {
@@ -111,6 +112,7 @@ func (f *file) write(object uint16, payload []byte) error {
 	}
 	if int64(len(payload)) < room {
 		padded := drive.AlignedBuffer(int(room))
+		defer drive.FreeBuffer(padded)
 		copy(padded, payload)
 		payload = padded
 	}
@@ -137,6 +139,7 @@ func (r *fileReader) trailer(rank uint16) ([]uint64, error) {
 		object := r.layout.TrailerObject(rank)
 		size := checksum.TrailerBytes(len(sums))
 		buf := drive.AlignedBuffer((size + drive.UnitBytes - 1) &^ (drive.UnitBytes - 1))[:size]
+		defer drive.FreeBuffer(buf)
 		if s.err = r.read(object, buf); s.err != nil {
 			return
 		}
