@@ -9,7 +9,7 @@ import (
 
 const (
 	// growRows bounds the rows on their way at one time.
-	growRows = 8
+	growRows = 64
 	// growPause is how long a pool that was refused a row waits before it asks again, unless a row was given back.
 	growPause = 100 * time.Millisecond
 	// Free slots are kept ahead of need: 1/aheadShare of a pool's slots, at most aheadMax.
@@ -73,6 +73,9 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	r.coming += planned
 	r.coming += p.grow(need - r.free - r.coming)
 	lack := need - r.free - r.coming
+	if g := &p.growth; g.soon || len(g.tickets) > 0 && !g.full {
+		lack = 0 // more rows will come: better to be asked again than to evict
+	}
 	evict := lack
 	if r.cap > 0 {
 		evict = max(evict, r.used+need-planned-r.cap)
@@ -81,8 +84,8 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 		return 0, nil
 	}
 	cut = evict - (len(p.victims) - planned)
-	if lack > 0 && (p.growth.soon || p.s.wantRow(p)) {
-		return cut, ErrAgain // a row is on its way back to the volume
+	if lack > 0 && p.s.wantRow(p) {
+		return cut, ErrAgain // another pool is giving a row back
 	}
 	return cut, ErrNoSpace
 }
