@@ -363,6 +363,11 @@ func (p *Pool) RecordKey(slot uint32) *ondisk.Key {
 	return (*ondisk.Key)(p.table.b[p.recordOffset(slot)+ondisk.RecordKeyOff:])
 }
 
+// RecordTenant is the tenant alone: every lookup for a tenant checks it. Same rule as Record.
+func (p *Pool) RecordTenant(slot uint32) uint32 {
+	return binary.LittleEndian.Uint32(p.table.b[p.recordOffset(slot)+ondisk.RecordTenantOff:])
+}
+
 // Touch notes a hit. It is durable at the next checkpoint that writes hits: a clean close, Volume.Checkpoint, or one
 // of the checkpoints by time every ten minutes. Writing them with every checkpoint would rewrite the table of every
 // block that was merely read.

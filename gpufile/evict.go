@@ -83,7 +83,7 @@ func (p *Pool) planTenant(tenant uint32, n int) int {
 	want := n + int(t.slots/256)
 	taken := 0
 	visit := func(s uint32) bool {
-		if p.evictable(s) && p.m.Record(s).Tenant == tenant {
+		if p.evictable(s) && p.m.RecordTenant(s) == tenant {
 			if p.nodes.s[s].is(flagOrphan) {
 				p.orphans.remove(s)
 			} else {

@@ -129,7 +129,7 @@ func (p *Pool) prefix(tenant uint32, keys []Key, slots []uint32) int {
 func (p *Pool) lookupOwn(tenant uint32, keys []Key, slots []uint32) {
 	p.index.lookup(keys, slots)
 	for i := range keys {
-		if s := slots[i]; s != none && p.m.Record(s).Tenant != tenant {
+		if s := slots[i]; s != none && p.m.RecordTenant(s) != tenant {
 			slots[i] = none
 		}
 	}

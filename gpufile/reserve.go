@@ -220,7 +220,7 @@ func (r *reservation) classify() error {
 			f.slot, f.status = slot, GrantNew
 			if slot != none {
 				f.status = GrantExists
-				if p.m.Record(slot).Tenant != r.tenant {
+				if p.m.RecordTenant(slot) != r.tenant {
 					return foreign(i)
 				}
 				continue

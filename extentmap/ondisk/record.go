@@ -40,6 +40,7 @@ const (
 	RecordSeqOff     = 80
 	RecordLastHitOff = 96
 	RecordHitsOff    = 100
+	RecordTenantOff  = 104
 	RecordStateOff   = 120
 )
 

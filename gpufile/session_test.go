@@ -1,0 +1,504 @@
+package gpufile
+
+import (
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/checksum"
+	"tuttifs/extentmap"
+)
+
+// writeAll writes all objects of a rank of a reserved slot, as a controller would, and leaves out one of them if skip is one.
+func writeAll(t testing.TB, m *Member, p *Pool, slot uint32, rank, skip int) {
+	t.Helper()
+	for i, o := range p.rankObjects[rank] {
+		if i == skip {
+			continue
+		}
+		d, unit, units, ok := p.m.Extent(slot, o)
+		require.True(t, ok)
+		a, ok := m.Authorize(true, d, unit, units)
+		require.True(t, ok)
+		require.Equal(t, slot, a.Slot)
+		m.Complete(a, true)
+	}
+}
+
+func access(p *Pool, slot uint32, object uint16) (drive uint16, unit uint64, units uint32) {
+	drive, unit, units, _ = p.m.Extent(slot, object)
+	return drive, unit, units
+}
+
+// TestAuthorize is invariant (f): a reserved slot can only be written, a pinned one only read, and nothing else at all.
+func TestAuthorize(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m, other := w.member(), w.member()
+	items := chainItems(chainKeys(1, 2))
+	grants, err := reserve(t, m, g, 0, 1, items)
+	require.NoError(t, err)
+	d, unit, units := access(p, grants[0].Slot, 0)
+	_, ok := m.Authorize(false, d, unit, units)
+	require.False(t, ok, "reserved slots cannot be read")
+	_, ok = other.Authorize(true, d, unit, units)
+	require.False(t, ok, "another session's slot")
+	for _, bad := range []struct {
+		drive uint16
+		unit  uint64
+		units uint32
+	}{{d, unit, 0}, {d, unit, units + 1}, {d, unit, ^uint32(0)}, {d, 0, 1}, {d, 1 << 40, 1}, {63, unit, units}, {64, unit, units}, {999, unit, units}} {
+		_, ok = m.Authorize(true, bad.drive, bad.unit, bad.units)
+		require.False(t, ok, "%+v", bad)
+	}
+	writeAll(t, m, p, grants[0].Slot, 0, -1)
+	writeAll(t, m, p, grants[1].Slot, 0, -1)
+	ticket, err := m.Commit(g, 1, 0)
+	require.NoError(t, err)
+	_, ok = m.Authorize(true, d, unit, units)
+	require.False(t, ok, "a committed slot cannot be written any more")
+	w.done(ticket)
+	_, ok = m.Authorize(false, d, unit, units)
+	require.False(t, ok, "committed is not pinned")
+
+	out := make([]Grant, 2)
+	_, err = m.Pin(g, 0, 5, []Key{items[0].Key, items[1].Key}, out)
+	require.NoError(t, err)
+	a, ok := m.Authorize(false, d, unit, units)
+	require.True(t, ok)
+	_, ok = m.Authorize(true, d, unit, units)
+	require.False(t, ok, "pinned slots cannot be written")
+	_, ok = other.Authorize(false, d, unit, units)
+	require.False(t, ok)
+
+	// Quarantine: the read in flight outlives the pin and the file.
+	require.NoError(t, m.Release(g, 5))
+	require.NoError(t, p.Unlink(&items[0].Key))
+	_, ok = m.Authorize(false, d, unit, units)
+	require.False(t, ok, "released")
+	checkPool(t, p)
+	require.EqualValues(t, 1, p.doomed, "not freed while a command is in flight")
+	m.Complete(a, true)
+	require.Zero(t, p.doomed)
+	checkPool(t, p)
+	m.Complete(Access{}, true) // of a refused command: nothing happens
+}
+
+// TestPinAgainWhileEnding: a lease that ends with a command in flight can be taken again.
+func TestPinAgainWhileEnding(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := chainKeys(1, 1)
+	require.NoError(t, store(t, m, g, 0, chainItems(keys)))
+	out := make([]Grant, 1)
+	_, err := m.Pin(g, 0, 1, keys, out)
+	require.NoError(t, err)
+	d, unit, units := access(p, out[0].Slot, 0)
+	a, ok := m.Authorize(false, d, unit, units)
+	require.True(t, ok)
+	require.NoError(t, m.Release(g, 1))
+	_, err = m.Pin(g, 0, 2, keys, out)
+	require.NoError(t, err)
+	m.Complete(a, true)
+	a, ok = m.Authorize(false, d, unit, units)
+	require.True(t, ok)
+	m.Complete(a, false)
+	require.NoError(t, m.Release(g, 2))
+	require.Zero(t, m.ses.leases.live)
+	require.Zero(t, p.Stats().FilesPinned)
+	checkPool(t, p)
+}
+
+// TestIncompleteIsGivenUp is invariant (m): what was not written is not stored, nor what hangs on it.
+func TestIncompleteIsGivenUp(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 2, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m, rank1 := w.member(), (*Member)(nil)
+	rank1, err := w.s.Join(m.Token(), 1000)
+	require.NoError(t, err)
+	_, err = w.s.Join(m.Token(), 1001)
+	require.ErrorIs(t, err, ErrSession, "another user")
+	keys := chainKeys(1, 4)
+	grants, err := reserve(t, m, g, 0, 1, chainItems(keys))
+	require.NoError(t, err)
+	joined := make([]Grant, 4)
+	_, err = rank1.Reserve(g, 0, 1, chainItems(keys), false, joined)
+	require.NoError(t, err)
+	for i := range grants {
+		require.Equal(t, GrantNew, grants[i].Status)
+		require.Equal(t, GrantJoined, joined[i].Status)
+		require.Equal(t, grants[i].Slot, joined[i].Slot)
+		require.Equal(t, grants[i].Seed, joined[i].Seed)
+		writeAll(t, m, p, grants[i].Slot, 0, -1)
+	}
+	_, err = rank1.Reserve(g, 0, 1, chainItems(chainKeys(2, 4)), false, joined)
+	require.ErrorIs(t, err, ErrInvalid)
+	ticket, err := m.Commit(g, 1, 0)
+	require.NoError(t, err)
+	again, err := m.Commit(g, 1, 0)
+	require.NoError(t, err)
+	require.Equal(t, ticket, again)
+	// Rank 1 writes all, but of file 2 one object in two halves, and of file 3 all.
+	for i := range grants {
+		skip := -1
+		if i == 2 {
+			skip = 1
+		}
+		writeAll(t, rank1, p, grants[i].Slot, 1, skip)
+	}
+	d, unit, units := access(p, grants[2].Slot, p.rankObjects[1][1])
+	require.EqualValues(t, 1, units)
+	a, ok := rank1.Authorize(true, d, unit, units)
+	require.True(t, ok)
+	rank1.Complete(a, false) // a failed write counts for nothing
+	last, err := rank1.Commit(g, 1, 1)
+	require.ErrorIs(t, err, ErrIncomplete)
+	require.ErrorIs(t, wait(t, last), ErrIncomplete)
+	require.ErrorIs(t, wait(t, ticket), ErrIncomplete, "every rank learns it")
+	n, err := m.Peek(g, 0, keys)
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
+	require.EqualValues(t, 2, p.Stats().Files, "the child of what was given up is given up")
+	require.Zero(t, m.ses.leases.live)
+	require.Zero(t, m.ses.reserved)
+	_, err = m.Commit(g, 9, 0)
+	require.ErrorIs(t, err, ErrNotFound)
+	checkPool(t, p)
+}
+
+// TestWriteInFlightAtCommit: a late write must find nobody, so its file is not committed.
+func TestWriteInFlightAtCommit(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := chainKeys(1, 2)
+	grants, err := reserve(t, m, g, 0, 1, chainItems(keys))
+	require.NoError(t, err)
+	writeAll(t, m, p, grants[0].Slot, 0, -1)
+	writeAll(t, m, p, grants[1].Slot, 0, -1)
+	d, unit, units := access(p, grants[1].Slot, 0)
+	a, ok := m.Authorize(true, d, unit, units)
+	require.True(t, ok)
+	ticket, err := m.Commit(g, 1, 0)
+	require.ErrorIs(t, err, ErrIncomplete)
+	require.ErrorIs(t, wait(t, ticket), ErrIncomplete)
+	st := p.Stats()
+	require.EqualValues(t, 1, st.Files)
+	require.EqualValues(t, 1, st.FilesReserved, "quarantined until the write is over")
+	m.Complete(a, true)
+	require.Zero(t, p.Stats().FilesReserved)
+	require.EqualValues(t, 1, p.Stats().Aborted)
+	checkPool(t, p)
+}
+
+// TestDeath is invariant (i): a member's end frees its pins and the reservations it took part in, after commands in flight.
+func TestDeath(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 2, nil)
+	g := w.s.GroupOfPool(p.ID())
+	scheduler := w.member()
+	rank, err := w.s.Join(scheduler.Token(), 1000)
+	require.NoError(t, err)
+	keys := chainKeys(1, 3)
+	require.NoError(t, store(t, scheduler, g, 0, chainItems(keys)))
+	grants := make([]Grant, 3)
+	_, err = scheduler.Pin(g, 0, 1, keys, grants)
+	require.NoError(t, err)
+	_, err = rank.Pin(g, 0, 1, keys, grants)
+	require.NoError(t, err)
+	_, err = rank.Pin(g, 0, 2, keys[:2], grants)
+	require.NoError(t, err)
+	mine, err := reserve(t, scheduler, g, 0, 10, chainItems(chainKeys(2, 2)))
+	require.NoError(t, err)
+	_, err = reserve(t, scheduler, g, 0, 11, chainItems(chainKeys(3, 2)))
+	require.NoError(t, err)
+	_, err = rank.Reserve(g, 0, 10, chainItems(chainKeys(2, 2)), false, grants)
+	require.NoError(t, err)
+	ticket, err := func() (*extentmap.Ticket, error) {
+		writeAll(t, scheduler, p, mine[0].Slot, 0, -1)
+		writeAll(t, scheduler, p, mine[1].Slot, 0, -1)
+		return scheduler.Commit(g, 10, 0)
+	}()
+	require.NoError(t, err)
+	d, unit, units := access(p, mine[0].Slot, p.rankObjects[1][0])
+	a, ok := rank.Authorize(true, d, unit, units)
+	require.True(t, ok)
+
+	rank.Close()
+	rank.Close()
+	require.ErrorIs(t, wait(t, ticket), ErrSession, "the other rank learns that nothing was stored")
+	_, ok = rank.Authorize(true, d, unit, units)
+	require.False(t, ok)
+	_, err = rank.Peek(g, 0, keys)
+	require.ErrorIs(t, err, ErrSession)
+	st := p.Stats()
+	require.EqualValues(t, 3, st.FilesPinned, "the scheduler holds request 1")
+	require.EqualValues(t, 3, st.FilesReserved, "reservation 11, and the slot with a command in flight")
+	checkPool(t, p)
+	rank.Complete(a, true)
+	require.EqualValues(t, 2, p.Stats().FilesReserved)
+	infos := w.s.Sessions()
+	require.Len(t, infos, 1)
+	require.Equal(t, 1, infos[0].Members)
+	require.Equal(t, 3, infos[0].Pins)
+	require.Equal(t, 2, infos[0].Reserved)
+
+	scheduler.Close()
+	require.Empty(t, w.s.Sessions())
+	st = p.Stats()
+	require.Zero(t, st.FilesPinned+st.FilesReserved)
+	_, err = w.s.Join(scheduler.Token(), 1000)
+	require.ErrorIs(t, err, ErrSession)
+	checkPool(t, p)
+}
+
+func TestDeadlines(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{PinTimeout: time.Minute, ReserveTimeout: time.Hour})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := chainKeys(1, 3)
+	require.NoError(t, store(t, m, g, 0, chainItems(keys)))
+	grants := make([]Grant, 3)
+	_, err := m.Pin(g, 0, 1, keys, grants)
+	require.NoError(t, err)
+	_, err = reserve(t, m, g, 0, 1<<40, chainItems(chainKeys(2, 2)))
+	require.NoError(t, err)
+	sweep := func(after time.Duration) {
+		for _, ses := range w.s.allSessions() {
+			ses.sweep(w.clock.Add(after))
+		}
+	}
+	sweep(59 * time.Second)
+	require.EqualValues(t, 3, p.Stats().FilesPinned)
+	sweep(61 * time.Second)
+	require.Zero(t, p.Stats().FilesPinned)
+	require.ErrorIs(t, m.Release(g, 1), ErrNotFound)
+	require.EqualValues(t, 2, p.Stats().FilesReserved)
+	sweep(61 * time.Minute)
+	require.Zero(t, p.Stats().FilesReserved)
+	require.Empty(t, m.ses.reservations, "finished ones are forgotten as well")
+	checkPool(t, p)
+}
+
+// TestPendingAndParents: two engines, one key; children that are durable before their parent are adopted when it comes.
+func TestPendingAndParents(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	a, b := w.member(), w.member()
+	keys := chainKeys(1, 4)
+	items := chainItems(keys)
+	first, err := reserve(t, a, g, 0, 1, items[:2])
+	require.NoError(t, err)
+	second, err := reserve(t, b, g, 0, 1, items)
+	require.NoError(t, err)
+	require.Equal(t, GrantPending, second[0].Status)
+	require.Equal(t, GrantPending, second[1].Status)
+	require.Equal(t, extentmap.NoSlot, second[1].Slot)
+	require.Equal(t, GrantNew, second[2].Status)
+	for _, gr := range second[2:] {
+		require.NoError(t, b.MarkWritten(p, gr.Slot))
+	}
+	ticket, err := b.Commit(g, 1, 0)
+	require.NoError(t, err)
+	w.done(ticket)
+	require.Equal(t, 1, p.orphans.n)
+	checkPool(t, p)
+	for _, gr := range first {
+		require.NoError(t, a.MarkWritten(p, gr.Slot))
+	}
+	ticket, err = a.Commit(g, 1, 0)
+	require.NoError(t, err)
+	w.done(ticket)
+	require.Zero(t, p.orphans.n)
+	checkPool(t, p)
+	third, err := reserve(t, b, g, 0, 2, items)
+	require.NoError(t, err)
+	for i := range third {
+		require.Equal(t, GrantExists, third[i].Status)
+	}
+	ticket, err = b.Commit(g, 2, 0)
+	require.NoError(t, err)
+	w.done(ticket)
+
+	// An engine that names rings of parents gets files, but no ring of links.
+	x, y := testKey(7, 1), testKey(7, 2)
+	require.NoError(t, store(t, a, g, 0, []ReserveItem{{Key: x, Parent: y, Tokens: 1, Position: 9}}))
+	require.NoError(t, store(t, a, g, 0, []ReserveItem{{Key: y, Parent: x, Tokens: 1}}))
+	out := make([]Grant, 2)
+	_, err = a.Pin(g, 0, 77, []Key{y, x}, out)
+	require.NoError(t, err)
+	checkPool(t, p)
+	chain, complete, ok := p.Chain(&y)
+	require.True(t, ok)
+	require.False(t, complete)
+	require.Equal(t, []Key{x, y}, chain)
+}
+
+func TestReserveRefuses(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	k := chainKeys(1, 3)
+	grants := make([]Grant, 8)
+	ok := chainItems(k)
+	for name, items := range map[string][]ReserveItem{
+		"zero key":            {{Tokens: 1}},
+		"own parent":          {{Key: k[0], Parent: k[0], Tokens: 1}},
+		"no tokens":           {{Key: k[0]}},
+		"too many tokens":     {{Key: k[0], Tokens: 65}},
+		"twice":               {ok[0], ok[0]},
+		"child before parent": {ok[1], ok[0]},
+		"more than grants":    make([]ReserveItem, 9),
+		"far too many":        make([]ReserveItem, KeysMax+1),
+	} {
+		_, err := m.Reserve(g, 0, 1, items, false, grants)
+		require.ErrorIs(t, err, ErrInvalid, name)
+	}
+	_, err := m.Reserve(nil, 0, 1, ok, false, grants)
+	require.ErrorIs(t, err, ErrInvalid)
+	_, err = m.Pin(nil, 0, 1, k, grants)
+	require.ErrorIs(t, err, ErrInvalid)
+	_, err = m.Pin(g, 0, 1, k, grants[:2])
+	require.ErrorIs(t, err, ErrInvalid)
+	require.ErrorIs(t, m.Release(nil, 1), ErrInvalid)
+	_, err = reserve(t, m, g, 0, 1, ok)
+	require.NoError(t, err)
+	_, err = m.Commit(g, 1, 1)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.ErrorIs(t, m.Abort(g, 2), ErrNotFound)
+	require.NoError(t, m.Abort(g, 1))
+	st := p.Stats()
+	require.Zero(t, st.FilesReserved)
+	require.EqualValues(t, 3, st.Aborted)
+	checkPool(t, p)
+}
+
+func TestReportBad(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := chainKeys(1, 3)
+	require.NoError(t, store(t, m, g, 0, chainItems(keys)))
+	slot, generation, ok := p.Find(&keys[1])
+	require.True(t, ok)
+	_, err := m.ReportBad(p, slot, generation)
+	require.ErrorIs(t, err, ErrInvalid, "nobody can verify")
+	info, _ := p.Stat(slot, generation, 64)
+	intact := true
+	w.s.SetVerifier(func(q *Pool, s uint32, seed checksum.Seed) bool {
+		require.Equal(t, p, q)
+		require.Equal(t, slot, s)
+		require.Equal(t, p.Seed(&info), seed)
+		return intact
+	})
+	_, err = m.ReportBad(p, slot, generation+1)
+	require.ErrorIs(t, err, ErrNotFound)
+	_, err = m.ReportBad(p, ^uint32(0), generation)
+	require.ErrorIs(t, err, ErrNotFound)
+	ticket, err := m.ReportBad(p, slot, generation)
+	require.NoError(t, err)
+	w.done(ticket)
+	require.EqualValues(t, 3, p.Stats().Files, "one reader's word does not evict")
+	intact = false
+	ticket, err = m.ReportBad(p, slot, generation)
+	require.NoError(t, err)
+	w.done(ticket)
+	st := p.Stats()
+	require.EqualValues(t, 2, st.Files)
+	require.EqualValues(t, 1, st.Bad)
+	require.Equal(t, 1, p.orphans.n)
+	checkPool(t, p)
+}
+
+// TestRaces: engines, evictors, readers and dying members at once.
+func TestRaces(t *testing.T) {
+	w := newWorld(t, 2, 24*mib, Options{NoIO: true})
+	p := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 300 })
+	g := w.s.GroupOfPool(p.ID())
+	const rounds = 150
+	var wg sync.WaitGroup
+	for e := range 4 {
+		wg.Go(func() { raceEngine(t, w, p, g, uint64(e), rounds) })
+	}
+	stop := make(chan struct{})
+	var readers sync.WaitGroup
+	readers.Go(func() {
+		out := make([]ListEntry, 64)
+		for i := 0; ; i++ {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			for _, e := range out[:p.List(byte(i), 0, out)] {
+				if info, release, ok := p.HoldRead(e.Slot, e.Generation, 64); ok {
+					if info.Key != e.Key {
+						t.Error("generation says the same, key does not")
+					}
+					release()
+				}
+				p.Chain(&e.Key)
+			}
+			p.ListTips(0, out)
+			p.Stats()
+			w.s.Space()
+			w.s.Sessions()
+			if i%16 == 0 {
+				_, _ = p.EvictCount(3)
+			}
+		}
+	})
+	wg.Wait()
+	close(stop)
+	readers.Wait()
+	checkPool(t, p)
+	st := p.Stats()
+	require.Zero(t, st.FilesPinned+st.FilesReserved)
+	require.LessOrEqual(t, st.Files, uint64(300))
+}
+
+func raceEngine(t *testing.T, w *world, p *Pool, g *Group, e uint64, rounds int) {
+	for i := range rounds {
+		m, err := w.s.NewSession(1)
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		keys := chainKeys(uint64(i%20)*10+e%2, 1+i%12)
+		grants := make([]Grant, len(keys))
+		n, err := m.Pin(g, 0, 1, keys, grants)
+		if err != nil {
+			t.Error(err)
+		}
+		for _, gr := range grants[:n] {
+			d, unit, units := access(p, gr.Slot, 0)
+			a, ok := m.Authorize(false, d, unit, units)
+			if !ok {
+				t.Error("pinned slot cannot be read")
+			}
+			defer m.Complete(a, true)
+		}
+		if items := chainItems(keys)[n:]; len(items) > 0 {
+			if _, err := m.Reserve(g, 0, 2, items, i%3 == 0, grants); err == nil && i%5 != 0 {
+				if ticket, err := m.Commit(g, 2, 0); err == nil && i%2 == 0 {
+					<-ticket.Done()
+				}
+			}
+		}
+		if i%7 == 0 {
+			_ = p.Unlink(&keys[len(keys)/2])
+		}
+		m.Close()
+	}
+}
