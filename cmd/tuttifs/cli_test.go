@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"container/list"
 	"context"
 	"debug/elf"
 	"encoding/json"
@@ -13,6 +14,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -548,17 +551,20 @@ func TestMetadataOnlyReplay(t *testing.T) {
 	require.Zero(t, doc.BytesRead+doc.BytesWritten)
 	requests, err := os.ReadFile(trace)
 	require.NoError(t, err)
-	list, err := readTrace(bytes.NewReader(requests), trace, 0)
+	all, err := readTrace(bytes.NewReader(requests), trace, 0)
 	require.NoError(t, err)
-	require.EqualValues(t, uniqueBlocks(list), doc.StoredBlocks, "without a limit every block is stored once")
+	require.EqualValues(t, uniqueBlocks(all), doc.StoredBlocks, "without a limit every block is stored once")
 
 	last := 0.0
 	for _, capacity := range []string{"200", "800", "3000"} {
+		n, err := strconv.Atoi(capacity)
+		require.NoError(t, err)
 		for _, policy := range []string{"lru", "sieve", "s3fifo"} {
 			doc := decode[replayDocument](t, tuttifs(t, "replay", "--metadata-only", "--json", "--capacity-blocks", capacity,
 				"--policy", policy, trace))
-			require.LessOrEqual(t, doc.StoredBlocks-doc.Evictions, uint64(3000))
+			require.LessOrEqual(t, doc.StoredBlocks-doc.Evictions, uint64(n))
 			if policy == "lru" {
+				require.EqualValues(t, countLRU(all, n), doc.HitBlocks, "as an independent count finds")
 				require.Greater(t, doc.HitRate, last, "more room, more hits")
 				last = doc.HitRate
 			}
@@ -567,4 +573,28 @@ func TestMetadataOnlyReplay(t *testing.T) {
 	refused(t, 1, "policy", "replay", "--metadata-only", "--policy", "belady", trace)
 	require.NoError(t, os.WriteFile(trace, []byte("{}\n"), 0o600))
 	refused(t, 1, trace+":1: timestamp is missing", "replay", "--metadata-only", trace)
+}
+
+// countLRU counts the blocks of longest resident prefixes under LRU, where a request refreshes its blocks leaf first.
+func countLRU(requests []traceRequest, capacity int) (hits int) {
+	order, place := list.New(), map[uint64]*list.Element{}
+	for _, r := range requests {
+		for _, id := range r.HashIDs {
+			if place[id] == nil {
+				break
+			}
+			hits++
+		}
+		for _, id := range slices.Backward(r.HashIDs) {
+			if e := place[id]; e != nil {
+				order.MoveToBack(e)
+			} else {
+				place[id] = order.PushBack(id)
+			}
+		}
+		for order.Len() > capacity {
+			delete(place, order.Remove(order.Front()).(uint64))
+		}
+	}
+	return hits
 }
