@@ -8,6 +8,8 @@ FUZZTIME ?= 10s
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo devel)
 # The binary is static. Only the race detector needs cgo, and with it a C compiler.
 RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
+# mount(8) looks for helpers nowhere but in /sbin.
+HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
 .PHONY: build demo test check fuzz bench install uninstall clean
@@ -38,12 +40,14 @@ bench: build
 install: build
 	install -D -m 0755 bin/tuttifs $(DESTDIR)$(PREFIX)/sbin/tuttifs
 	for n in $(LINKS); do ln -sf tuttifs $(DESTDIR)$(PREFIX)/sbin/$$n; done
+	install -d $(DESTDIR)$(HELPERS)
+	for n in $(LINKS); do ln -sf $(PREFIX)/sbin/tuttifs $(DESTDIR)$(HELPERS)/$$n; done
 	install -D -m 0644 scripts/tuttifs@.service $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
 	for m in docs/man/*.8; do install -D -m 0644 $$m $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
-	@[ -n "$(DESTDIR)" ] || [ "$(PREFIX)" = / ] || echo "mount(8) and fsck(8) look for helpers in /sbin: link them there if $(PREFIX)/sbin is not it"
 
 uninstall:
-	rm -f $(addprefix $(DESTDIR)$(PREFIX)/sbin/,tuttifs $(LINKS)) $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
+	rm -f $(addprefix $(DESTDIR)$(HELPERS)/,$(LINKS)) $(addprefix $(DESTDIR)$(PREFIX)/sbin/,tuttifs $(LINKS))
+	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
 	for m in docs/man/*.8; do rm -f $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
 
 clean:

@@ -49,7 +49,10 @@ pool=replay-llama3-8b
 run ls "$mnt" "$mnt/$pool"
 block=$(find "$mnt/$pool/blocks" -type f -print -quit)
 run stat "$block"
-command -v getfattr >/dev/null && run getfattr -d --absolute-names "$block"
+if command -v getfattr >/dev/null; then
+  run getfattr -d --absolute-names "$block"
+  run getfattr -n user.tuttifs.extents --absolute-names "$block"
+fi
 tip=$(find "$mnt/$pool/prefixes" -mindepth 1 -maxdepth 1 -print -quit)
 echo "a prefix, root first: $(ls -U "$tip" | wc -l) blocks"
 run df -h "$mnt"
