@@ -3,6 +3,7 @@ package check
 import (
 	"fmt"
 	"sync"
+	"sync/atomic"
 
 	"tuttifs/checksum"
 	"tuttifs/drive"
@@ -32,8 +33,17 @@ func (c *checker) checkData() error {
 	}
 	var group sync.WaitGroup
 	counts := make([]struct{ objects, bytes uint64 }, readers)
+	var crash atomic.Pointer[any]
 	for i := range readers {
 		group.Go(func() {
+			defer func() { // a panic must reach the caller's recover, not end the process
+				if v := recover(); v != nil {
+					crash.CompareAndSwap(nil, &v)
+					for range work {
+						continue
+					}
+				}
+			}()
 			r := &dataReader{c: c, buffer: drive.AlignedBuffer(stripe.MaxObjectBytes),
 				seeds: make(map[seedKey]checksum.PoolSeed)}
 			defer drive.FreeBuffer(r.buffer)
@@ -48,6 +58,9 @@ func (c *checker) checkData() error {
 	err := c.sendFiles(work)
 	close(work)
 	group.Wait()
+	if v := crash.Load(); v != nil {
+		panic(*v)
+	}
 	for _, n := range counts {
 		c.result.Objects += n.objects
 		c.result.Bytes += n.bytes

@@ -47,9 +47,6 @@ func (c *checker) checkLabels(drives []drive.Drive) error {
 		c.volume(notef("label", "",
 			"the volume was not unmounted, or is mounted now: its journal is checked as well"))
 	}
-	if x := c.label.Incompat & ondisk.FeatureDraft; x != 0 {
-		c.volume(notef("label", "", "the format of this volume is a draft, which later versions may not read"))
-	}
 	return nil
 }
 
