@@ -128,7 +128,15 @@ func (o *mountOptions) serve(ctx context.Context, e *env, do daemon.Options) err
 	}
 	defer closeLog()
 	do.Log = logger
-	return daemon.Run(ctx, do)
+	return explain(daemon.Run(ctx, do))
+}
+
+// explain adds what to do to errors that are about the caller rather than about the volume.
+func explain(err error) error {
+	if errors.Is(err, os.ErrPermission) && os.Geteuid() != 0 {
+		return fmt.Errorf("%w (mounting needs root)", err)
+	}
+	return err
 }
 
 // serveDetached is the child: standard error is the parent's until the mount is usable, and nothing after that.
@@ -158,7 +166,7 @@ func (o *mountOptions) serveDetached(ctx context.Context, e *env, do daemon.Opti
 		}
 		ready.Close()
 	}
-	err = daemon.Run(ctx, do)
+	err = explain(daemon.Run(ctx, do))
 	if err != nil && served {
 		logger.Error("unmounted with errors", "error", err)
 	}
