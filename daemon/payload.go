@@ -25,6 +25,9 @@ var errDamaged = errors.New("daemon: checksum mismatch")
 // bytes go by queue pairs.
 type payload struct{ volume *extentmap.Volume }
 
+// NewPayload serves the files of one volume to a mount of it.
+func NewPayload(v *extentmap.Volume) fs.Payload { return payload{v} }
+
 // OpenFile reads a file that the caller holds. Its seed makes a slot that was reused meanwhile read as damaged, never
 // as wrong bytes.
 func (y payload) OpenFile(p *gpufile.Pool, info gpufile.FileInfo) (fs.FileReader, error) {

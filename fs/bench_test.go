@@ -34,7 +34,7 @@ func (v *server) rss(t testing.TB) float64 {
 // blocks; names alone, and with -l under noxattr. Bars: 500,000 and 40,000 entries a second, and less than 50 MB of growth.
 func BenchmarkListMillion(b *testing.B) {
 	const files = 1_000_000
-	v := startServer(b, scene{Files: files, NoXattr: true})
+	v := startServer(b, scene{Files: files, NoXattr: true, Real: true})
 	for _, c := range []struct {
 		name string
 		args []string
@@ -76,7 +76,7 @@ func (n *lineCounter) Write(p []byte) (int, error) {
 // BenchmarkReadVsBaseline reads a 32-MiB file whole, in turns with the same bytes served by the least that FUSE can do. Bar:
 // 70 % of it.
 func BenchmarkReadVsBaseline(b *testing.B) {
-	v := startServer(b, scene{Big: true, Baseline: "yes"})
+	v := startServer(b, scene{Big: true, Baseline: "yes", Real: true})
 	k := testKey(0, 0)
 	ours := v.path("big", "blocks", "00", keyName(&k))
 	for _, size := range []int{128 << 10, 1 << 20, 4 << 20} {

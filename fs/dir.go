@@ -10,13 +10,14 @@ import (
 	"tuttifs/gpufile"
 )
 
-// Offsets of a directory stream. 0 is the start, 1 and 2 lie behind "." and "..". A listing that gpufile streams has
-// cookie + cookieBase behind each entry; the files being copied in follow from uploadOffset on.
+// Offsets of a directory stream, which the kernel takes for signed. 0 is the start, 1 and 2 lie behind "." and "..". A
+// listing that gpufile streams has cookie + cookieBase behind each entry, and gpufile's cookies (30 bits of a hash before
+// a slot) end at 1 << 62; the files being copied in follow from uploadOffset on.
 const (
 	offSelf      = 1
 	offParent    = 2
 	cookieBase   = 2
-	uploadOffset = 1 << 62
+	uploadOffset = 3 << 61
 )
 
 // listBatch is how many entries are taken from gpufile at once: a full reply of names alone has 372 in 32 KiB.

@@ -42,7 +42,17 @@ type scene struct {
 	Big      bool   // files of 32 MiB in a pool "big", one stored
 	Baseline string // another directory, where the bytes of big's file are served by the least that FUSE can do
 	Procs    int
+	Real     bool // a real store on drives in memory, instead of the stand-in
 }
+
+// pools is what a server process changes behind the mount's back, at the test's word.
+type pools interface {
+	// Do is given "damage" (one object of the file), "unlink", or "files" (how many there are).
+	Do(word string, key gpufile.Key) any
+}
+
+// openReal opens a real store; set by the test package that may import the rooms which this one may not.
+var openReal func(s scene) (store *gpufile.Store, payload Payload, p pools, end func() error, err error)
 
 func TestMain(m *testing.M) {
 	if text := os.Getenv(serveEnv); text != "" {
@@ -59,6 +69,13 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
+// tinyGeometry is a file of 132 bytes.
+func tinyGeometry() stripe.Geometry {
+	return stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunIndexer, Bytes: 132}}}}}.WithTrailers()
+}
+
+const bigFile = 32 << 20
+
 // bigGeometry is a file of 32 MiB in objects of 128 KiB.
 func bigGeometry() stripe.Geometry {
 	g := stripe.Geometry{}
@@ -68,43 +85,40 @@ func bigGeometry() stripe.Geometry {
 	return g.WithTrailers()
 }
 
-func serve(s scene) error {
+func serve(s scene) (err error) {
 	if s.Procs > 0 {
 		runtime.GOMAXPROCS(s.Procs)
 	}
-	t := &fatalTB{}
-	p := newFakePool(t, 1, "llama", smallGeometry())
-	p.limit = s.Limit
-	b := &fakeBackend{list: []*fakePool{p}}
-	if s.Files > 0 {
-		many := newFakePool(t, 2, "many", stripe.Geometry{Objects: smallGeometry().Objects[2:3]}.WithTrailers())
-		for i := range s.Files {
-			if _, err := many.add(gpufile.ReserveItem{Key: testKey(byte(i), i), Tokens: 1}, 0, nil); err != nil {
-				return err
-			}
-		}
-		b.list = append(b.list, many)
-	}
-	if s.Big {
-		big := newFakePool(t, 3, "big", bigGeometry())
-		payload := testPayload(big.size(), 1)
-		if _, err := big.add(gpufile.ReserveItem{Key: testKey(0, 0), Tokens: 64}, 0, payload); err != nil {
-			return err
-		}
-		b.list = append(b.list, big)
-		if s.Baseline != "" {
-			unmount, err := Baseline(s.Baseline, payload)
-			if err != nil {
-				return err
-			}
-			defer unmount()
-		}
-	}
 	o := Options{Name: "test", ReadOnly: s.ReadOnly, NoXattr: s.NoXattr, Control: &fakeControl{},
 		Status: []StatusFile{{"version", func() []byte { return []byte("1\n") }}}}
-	m, err := mount(s.Dir, b, o)
-	if err != nil {
-		return err
+	var m *Server
+	var p pools
+	if s.Real {
+		store, payload, real, end, err := openReal(s)
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, end()) }()
+		o.Payload, p = payload, real
+		if m, err = Mount(s.Dir, store, o); err != nil {
+			return err
+		}
+	} else {
+		b, err := fakeScene(s)
+		if err != nil {
+			return err
+		}
+		p = b.list[0]
+		if m, err = mount(s.Dir, b, o); err != nil {
+			return err
+		}
+	}
+	if s.Baseline != "" {
+		unmount, err := Baseline(s.Baseline, testPayload(bigFile, 1))
+		if err != nil {
+			return err
+		}
+		defer unmount()
 	}
 	debug.FreeOSMemory()
 	fmt.Println("ready")
@@ -116,28 +130,60 @@ func serve(s scene) error {
 	return nil
 }
 
-// commands changes the server's pool from the test, one word at a time.
-func commands(in io.Reader, m *Server, p *fakePool) {
+func fakeScene(s scene) (*fakeBackend, error) {
+	t := &fatalTB{}
+	p := newFakePool(t, 1, "llama", smallGeometry())
+	p.limit = s.Limit
+	b := &fakeBackend{list: []*fakePool{p}}
+	if s.Files > 0 {
+		many := newFakePool(t, 2, "many", tinyGeometry())
+		for i := range s.Files {
+			if _, err := many.add(gpufile.ReserveItem{Key: testKey(byte(i), i), Tokens: 1}, 0, nil); err != nil {
+				return nil, err
+			}
+		}
+		b.list = append(b.list, many)
+	}
+	if s.Big {
+		big := newFakePool(t, 3, "big", bigGeometry())
+		if _, err := big.add(gpufile.ReserveItem{Key: testKey(0, 0), Tokens: 64}, 0, testPayload(bigFile, 1)); err != nil {
+			return nil, err
+		}
+		b.list = append(b.list, big)
+	}
+	return b, nil
+}
+
+func (p *fakePool) Do(word string, key gpufile.Key) any {
+	switch word {
+	case "damage":
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.files[p.byKey[key]].damaged = map[uint16]bool{4: true}
+	case "unlink":
+		return p.Unlink(&key)
+	case "reported":
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		return len(p.reported)
+	}
+	return nil
+}
+
+// commands serves the test's words.
+func commands(in io.Reader, m *Server, p pools) {
 	for lines := bufio.NewScanner(in); lines.Scan(); {
 		word, arg, _ := strings.Cut(lines.Text(), " ")
-		var key gpufile.Key
-		hex.Decode(key[:], []byte(arg))
-		var answer any = "ok"
+		var answer any
 		switch word {
-		case "damage":
-			p.mu.Lock()
-			p.files[p.byKey[key]].damaged = map[uint16]bool{4: true}
-			p.mu.Unlock()
-		case "unlink":
-			answer = p.Unlink(&key)
-		case "reported":
-			p.mu.Lock()
-			answer = len(p.reported)
-			p.mu.Unlock()
 		case "busy":
 			answer = errors.Is(m.Unmount(false), ErrBusy)
 		case "stats":
 			answer = m.Stats()
+		default:
+			var key gpufile.Key
+			hex.Decode(key[:], []byte(arg))
+			answer = p.Do(word, key)
 		}
 		fmt.Printf("%v\n", answer)
 	}
@@ -311,11 +357,13 @@ func (v *server) store(key, parent gpufile.Key, seed int) []byte {
 	return data
 }
 
-func TestMountTools(t *testing.T) {
-	for _, procs := range []int{0, 1} {
-		t.Run(fmt.Sprintf("procs=%d", procs), func(t *testing.T) { testMountTools(t, startServer(t, scene{Procs: procs})) })
-	}
+// onBoth runs a test on the stand-in and on a real store, that once with a single processor, where other things dead-lock.
+func onBoth(t *testing.T, test func(t *testing.T, v *server)) {
+	t.Run("fake", func(t *testing.T) { test(t, startServer(t, scene{})) })
+	t.Run("real", func(t *testing.T) { test(t, startServer(t, scene{Real: true, Procs: 1})) })
 }
+
+func TestMountTools(t *testing.T) { onBoth(t, testMountTools) }
 
 func testMountTools(t *testing.T, v *server) {
 	a, b := testKey(0xaa, 1), testKey(0xbb, 2)
@@ -339,9 +387,9 @@ func testMountTools(t *testing.T, v *server) {
 	require.GreaterOrEqual(t, blocks*512, len(data))
 	du := strings.Fields(run(t, "du", "-B1", v.block(a)))
 	require.Equal(t, strconv.Itoa(blocks*512), du[0])
-	df := run(t, "df", "-B1", "--output=source,fstype,size,avail", v.dir)
-	require.Regexp(t, `test +fuse.tuttifs +1073741824 +536870912`, df)
-	require.Regexp(t, `100 +7 +93`, run(t, "df", "--output=itotal,iused,iavail", v.dir))
+	df := run(t, "df", "-B1", "--output=source,fstype,size,used,avail", v.dir)
+	require.Regexp(t, `test +fuse.tuttifs +[1-9][0-9]+ +[1-9][0-9]+ +[1-9][0-9]+`, df)
+	require.Regexp(t, `[1-9][0-9]* +[1-9][0-9]* +[1-9][0-9]*`, run(t, "df", "--output=itotal,iused,iavail", v.dir))
 	found := run(t, "find", v.path("llama", "blocks"), "-type", "f", "-size", "-1024k")
 	require.Len(t, strings.Fields(found), 2)
 
@@ -390,8 +438,9 @@ func TestMountXattrTools(t *testing.T) {
 	require.ErrorIs(t, err, unix.EOPNOTSUPP)
 }
 
-func TestMountRsync(t *testing.T) {
-	v := startServer(t, scene{})
+func TestMountRsync(t *testing.T) { onBoth(t, testMountRsync) }
+
+func testMountRsync(t *testing.T, v *server) {
 	var keys []gpufile.Key
 	parent := gpufile.Key{}
 	for i := range 4 {
@@ -418,8 +467,9 @@ func TestMountRsync(t *testing.T) {
 	require.Len(t, strings.Fields(run(t, "find", v.path("llama", "blocks"), "-type", "f")), 4, "no temporary file is left")
 }
 
-func TestMountRemovePrefix(t *testing.T) {
-	v := startServer(t, scene{})
+func TestMountRemovePrefix(t *testing.T) { onBoth(t, testMountRemovePrefix) }
+
+func testMountRemovePrefix(t *testing.T, v *server) {
 	root, mid, tip, fork := testKey(1, 1), testKey(2, 2), testKey(3, 3), testKey(4, 4)
 	v.store(root, gpufile.Key{}, 1)
 	v.store(mid, root, 2)
@@ -478,7 +528,7 @@ func TestMountDamage(t *testing.T) {
 	v := startServer(t, scene{})
 	a := testKey(0xaa, 1)
 	data := v.store(a, gpufile.Key{}, 1)
-	require.Equal(t, "ok", v.ask("damage "+keyName(&a)))
+	require.Equal(t, "<nil>", v.ask("damage "+keyName(&a)))
 	f, err := os.Open(v.block(a))
 	require.NoError(t, err)
 	defer f.Close()
@@ -493,8 +543,9 @@ func TestMountDamage(t *testing.T) {
 }
 
 // A reader holds its file; names and node ids that the kernel still knows lead nowhere else.
-func TestMountRemoveAndReuse(t *testing.T) {
-	v := startServer(t, scene{Limit: 2})
+func TestMountRemoveAndReuse(t *testing.T) { onBoth(t, testMountRemoveAndReuse) }
+
+func testMountRemoveAndReuse(t *testing.T, v *server) {
 	a, b := testKey(0xaa, 1), testKey(0xbb, 2)
 	data := v.store(a, gpufile.Key{}, 1)
 	f, err := os.Open(v.block(a))
@@ -509,8 +560,48 @@ func TestMountRemoveAndReuse(t *testing.T) {
 	require.ErrorIs(t, err, syscall.ENOENT)
 }
 
-func TestMountMapping(t *testing.T) {
-	v := startServer(t, scene{})
+// Damage in a real store: EIO and never bytes; the store looks at the file itself, and evicts it.
+func TestMountDamageEvicts(t *testing.T) {
+	v := startServer(t, scene{Real: true})
+	a := testKey(0xaa, 1)
+	data := v.store(a, gpufile.Key{}, 1)
+	sum := run(t, "getfattr", "-n", "user.tuttifs.checksum", "--only-values", "--absolute-names", v.block(a))
+	require.Regexp(t, `^sums-1:[0-9a-f]{32}$`, sum)
+	require.Equal(t, "<nil>", v.ask("damage "+keyName(&a)))
+	got, err := os.ReadFile(v.block(a))
+	require.ErrorIs(t, err, syscall.EIO)
+	require.True(t, bytes.HasPrefix(data, got))
+	require.Eventually(t, func() bool { return v.ask("reported") == "1" }, time.Minute, 10*time.Millisecond)
+	_, err = os.Open(v.block(a))
+	require.ErrorIs(t, err, syscall.ENOENT)
+	v.store(a, gpufile.Key{}, 1) // storable again
+	got, err = os.ReadFile(v.block(a))
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(data, got))
+}
+
+// What is open is not evicted to make room; what is not, is.
+func TestMountFull(t *testing.T) {
+	v := startServer(t, scene{Real: true, Limit: 1})
+	a, b := testKey(0xaa, 1), testKey(0xbb, 2)
+	v.store(a, gpufile.Key{}, 1)
+	f, err := os.Open(v.block(a))
+	require.NoError(t, err)
+	path, _ := v.source(2)
+	out, err := tool(t, "cp", path, v.block(b))
+	require.Error(t, err)
+	require.Contains(t, out, "No space left")
+	require.NoError(t, f.Close())
+	require.Eventually(t, func() bool { return v.ask("pins") == "0" }, time.Minute, time.Millisecond, "release is asynchronous")
+	run(t, "cp", path, v.block(b))
+	run(t, "cmp", path, v.block(b))
+	_, err = os.Open(v.block(a))
+	require.ErrorIs(t, err, syscall.ENOENT)
+}
+
+func TestMountMapping(t *testing.T) { onBoth(t, testMountMapping) }
+
+func testMountMapping(t *testing.T, v *server) {
 	a := testKey(0xaa, 1)
 	data := v.store(a, gpufile.Key{}, 1)
 	f, err := os.Open(v.block(a))

@@ -252,6 +252,16 @@ func (u *upload) whole() bool {
 	return len(u.written) == 1 && u.written[0] == interval{0, u.p.size()}
 }
 
+// short says what is missing. u.mu is held.
+func (u *upload) short() error {
+	n := int64(0)
+	for _, i := range u.written {
+		n += i.to - i.from
+	}
+	return fmt.Errorf("%w: %d of %d bytes were written, in %d pieces; holes are not accepted (cp --sparse=never)",
+		errShort, n, u.p.size(), len(u.written))
+}
+
 // readAt copies out what is there; bytes not written yet read as zero.
 func (u *upload) readAt(p []byte, off uint64) int {
 	u.mu.Lock()
@@ -268,7 +278,7 @@ func (u *upload) commit(key gpufile.Key, cancel <-chan struct{}) error {
 	switch u.state {
 	case uploadOpen:
 		if !u.whole() {
-			err := fmt.Errorf("%w: %d of %d bytes in %d pieces", errShort, u.end(), u.p.size(), len(u.written))
+			err := u.short()
 			u.mu.Unlock()
 			log.Printf("tuttifs: pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
 			return err
