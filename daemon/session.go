@@ -138,13 +138,13 @@ func (m *member) takeDown(why string) {
 	total := m.shared.total
 	m.shared = shared{}
 	m.use.Unlock()
+	m.c.o.Logf("session %d, process %d: ended: %s", m.leases.SessionID(), m.pid(), why)
 
 	m.c.mu.Lock()
 	delete(m.c.members, m.id)
 	m.c.sharedBytes -= total
 	m.c.mu.Unlock()
 	close(m.ended)
-	m.c.o.Logf("session %d, process %d: ended: %s", m.leases.SessionID(), m.pid(), why)
 }
 
 // waitQuiet tries until all commands in flight have ended.
