@@ -27,9 +27,14 @@ type world struct {
 
 func newWorld(t testing.TB, g gpufile.Options, o ControlOptions) *world {
 	t.Helper()
+	return newWorldOf(t, 64<<20, g, o)
+}
+
+func newWorldOf(t testing.TB, driveBytes int64, g gpufile.Options, o ControlOptions) *world {
+	t.Helper()
 	drives := make([]drive.Drive, 2)
 	for i := range drives {
-		d, err := drive.NewMemory("memory"+string(rune('a'+i)), 64<<20)
+		d, err := drive.NewMemory("memory"+string(rune('a'+i)), driveBytes)
 		require.NoError(t, err)
 		drives[i] = d
 	}

@@ -25,10 +25,12 @@ import (
 
 const helperVariable = "TUTTIFS_TEST_HELPER"
 
-var helpers = map[string]func(mount string) error{
+// helper functions get what the starting test passed: usually the mount point.
+var helpers = map[string]func(t *testing.T, mount string) error{
 	"verbs":  helpVerbs,
 	"engine": helpEngine,
 	"fork":   helpFork,
+	"serve":  helpServe,
 }
 
 // TestHelper is the body of helper processes.
@@ -37,11 +39,10 @@ func TestHelper(t *testing.T) {
 	if !ok {
 		t.Skip("only run as a helper of other tests")
 	}
-	require.NoError(t, helpers[name](mount))
+	require.NoError(t, helpers[name](t, mount))
 }
 
-// mounted is a world with a real mount.
-func mounted(t testing.TB, g gpufile.Options) (*world, string) {
+func needMount(t testing.TB) {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("mounting needs root here")
@@ -49,12 +50,19 @@ func mounted(t testing.TB, g gpufile.Options) (*world, string) {
 	if _, err := os.Stat("/dev/fuse"); err != nil {
 		t.Skip("no /dev/fuse")
 	}
-	w := newWorld(t, g, ControlOptions{})
-	return w, w.mount(t)
 }
 
-func (w *world) mount(t testing.TB) string {
+// mounted is a world with a real mount.
+func mounted(t testing.TB, g gpufile.Options) (*world, string) {
+	t.Helper()
+	needMount(t)
+	w := newWorld(t, g, ControlOptions{})
 	dir := t.TempDir()
+	w.mount(t, dir)
+	return w, dir
+}
+
+func (w *world) mount(t testing.TB, dir string) {
 	server, err := fs.Mount(dir, w.store, fs.Options{Name: "test", Control: w.control})
 	require.NoError(t, err)
 	t.Cleanup(func() {
@@ -70,7 +78,6 @@ func (w *world) mount(t testing.TB) string {
 		}
 		server.Wait()
 	})
-	return dir
 }
 
 // helper starts a helper process and returns the lines it prints.
@@ -78,12 +85,17 @@ func helper(t testing.TB, name, mount string) (*exec.Cmd, *bufio.Scanner) {
 	t.Helper()
 	cmd := exec.Command(os.Args[0], "-test.run=^TestHelper$", "-test.v")
 	cmd.Env = append(os.Environ(), helperVariable+"="+name+"="+mount)
-	out, err := cmd.StdoutPipe()
-	require.NoError(t, err)
 	cmd.Stderr = os.Stderr
+	lines := scanOutput(t, cmd)
 	require.NoError(t, cmd.Start())
 	t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
-	return cmd, bufio.NewScanner(out)
+	return cmd, lines
+}
+
+func scanOutput(t testing.TB, cmd *exec.Cmd) *bufio.Scanner {
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	return bufio.NewScanner(out)
 }
 
 // say waits for a line that begins with prefix and returns the rest.
@@ -113,7 +125,7 @@ func TestVerbsOfAnotherProcess(t *testing.T) {
 	require.Equal(t, uint64(8), w.store.PoolByName("p").Stats().Files)
 }
 
-func helpVerbs(mount string) error {
+func helpVerbs(_ *testing.T, mount string) error {
 	e, err := newEngine(mount)
 	if err != nil {
 		return err
@@ -256,7 +268,7 @@ func again(f func() error) error {
 	return f()
 }
 
-func helpEngine(mount string) error {
+func helpEngine(_ *testing.T, mount string) error {
 	e, err := newEngine(mount)
 	if err != nil {
 		return err
@@ -269,7 +281,7 @@ func helpEngine(mount string) error {
 }
 
 // helpFork is helpEngine with a child that keeps the control file and the socket open.
-func helpFork(mount string) error {
+func helpFork(_ *testing.T, mount string) error {
 	e, err := newEngine(mount)
 	if err != nil {
 		return err
