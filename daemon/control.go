@@ -11,6 +11,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tuttifs/drive"
 	"tuttifs/gpufile"
 	"tuttifs/ioctl"
@@ -32,8 +34,7 @@ type ControlOptions struct {
 
 	ArenaBytesMax uint64 // of one process, ioctl.ArenaBytesMax
 	DMABytesMax   uint64 // of one process, 8 GiB
-	// SharedBytesMax bounds arenas, queues and DMA memory of all processes together, 64 GiB. The kernel gives pages as they are
-	// touched, and counts them as the daemon's.
+	// SharedBytesMax bounds arenas, queues and DMA memory of all processes together, half of the machine's memory.
 	SharedBytesMax uint64
 
 	Pollers        int           // threads serving one process's queues, 1
@@ -52,7 +53,9 @@ func (o *ControlOptions) setDefaults() {
 	o.Tickets = cmp.Or(o.Tickets, 1024)
 	o.ArenaBytesMax = min(cmp.Or(o.ArenaBytesMax, ioctl.ArenaBytesMax), ioctl.ArenaBytesMax)
 	o.DMABytesMax = cmp.Or(o.DMABytesMax, 8<<30)
-	o.SharedBytesMax = cmp.Or(o.SharedBytesMax, 64<<30)
+	if o.SharedBytesMax == 0 {
+		o.SharedBytesMax = machineBytes() / 2
+	}
 	o.Pollers = cmp.Or(o.Pollers, 1)
 	o.QuiesceTimeout = cmp.Or(o.QuiesceTimeout, 5*time.Second)
 	if o.Logf == nil {
@@ -61,6 +64,15 @@ func (o *ControlOptions) setDefaults() {
 	if o.SocketDir == "" {
 		o.SocketDir = defaultSocketDir()
 	}
+}
+
+// machineBytes is the size of main memory; a small one where the kernel does not say.
+func machineBytes() uint64 {
+	var i unix.Sysinfo_t
+	if err := unix.Sysinfo(&i); err != nil {
+		return 4 << 30
+	}
+	return i.Totalram * uint64(i.Unit)
 }
 
 func (o *ControlOptions) validate() error {
@@ -343,6 +355,8 @@ type MemberInfo struct {
 	DMABytes   uint64    `json:"dma_bytes"`
 	Since      time.Time `json:"since"`
 	Ending     bool      `json:"ending"`
+	// MapGenerations are the map generations that the process has acknowledged, by pool.
+	MapGenerations map[uint16]uint64 `json:"map_generations"`
 }
 
 // Members lists the processes of all sessions, by number.

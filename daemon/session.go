@@ -3,6 +3,7 @@ package daemon
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -47,7 +48,8 @@ type member struct {
 	dma       *dmaMemory
 	authority authority
 
-	acks sync.Map // extentmap.PoolID -> uint64, the map generation that the process says it uses
+	acksMu sync.Mutex
+	acks   map[uint16]uint64 // by pool, the map generation that the process says it uses
 }
 
 // shared is a member's shared memory; slices are nil before it has attached.
@@ -209,7 +211,7 @@ func (m *member) info() MemberInfo {
 	defer m.use.RUnlock()
 	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(), Attached: m.attached,
 		Lanes: uint32(len(m.lanes)), Depth: m.depth, ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
-		Since: m.since, Ending: m.gone.Load()}
+		Since: m.since, Ending: m.gone.Load(), MapGenerations: m.allAcks()}
 }
 
 // beat counts the heartbeat and, where maps have changed, the map generation.
@@ -353,4 +355,17 @@ func (m *member) startPollers() error {
 }
 
 // setAck notes the map generation that the process says it uses.
-func (m *member) setAck(id extentmap.PoolID, generation uint64) { m.acks.Store(id, generation) }
+func (m *member) setAck(id extentmap.PoolID, generation uint64) {
+	m.acksMu.Lock()
+	defer m.acksMu.Unlock()
+	if m.acks == nil {
+		m.acks = map[uint16]uint64{}
+	}
+	m.acks[uint16(id)] = generation
+}
+
+func (m *member) allAcks() map[uint16]uint64 {
+	m.acksMu.Lock()
+	defer m.acksMu.Unlock()
+	return maps.Clone(m.acks)
+}

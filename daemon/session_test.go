@@ -1,0 +1,200 @@
+package daemon
+
+import (
+	"encoding/json"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/gpufile"
+	"tuttifs/ioctl"
+)
+
+// join makes another process's member of a session. It is this process, which the handler cannot tell.
+func (c *client) join(s *ioctl.Session) *ioctl.Attachment {
+	c.w.t.Helper()
+	j := ioctl.Session{Token: s.Token}
+	require.Zero(c.w.t, issue(c, ioctl.CmdSessionJoin, &j, 0))
+	require.Equal(c.w.t, s.ID, j.ID)
+	require.NotEqual(c.w.t, s.Member, j.Member)
+	a, err := j.Attach(ioctl.AttachOptions{})
+	require.NoError(c.w.t, err)
+	c.w.t.Cleanup(func() { _ = a.Close() })
+	return a
+}
+
+// TestRanksCommitTogether: two ranks join one reservation, and both tickets are done when the second has committed.
+func TestRanksCommitTogether(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c, d := w.open(true), w.open(true)
+	s, a := c.session(ioctl.AttachOptions{})
+	b := d.join(s)
+	id := testIdentity("full")
+	id.TP = 2
+	open := poolRequest(t, a.Arena, "p", id, testGeometry(t, 2))
+	require.Zero(t, issue(c, ioctl.CmdPoolOpen, &open, 0))
+	c.wait(open.Ticket)
+	again := poolRequest(t, b.Arena, "p", id, testGeometry(t, 2))
+	require.Zero(t, issue(d, ioctl.CmdPoolOpen, &again, 0), "idempotent")
+	require.Equal(t, open.Target, again.Target)
+	d.wait(again.Ticket)
+
+	r := ioctl.Reserve{Target: open.Target, Items: items(a, 3), Grants: grantSpan, Reserve: 9}
+	c.reserve(&r)
+	r.Items = items(b, 3)
+	d.reserve(&r)
+	first, second := ioctl.View[ioctl.Grant](a.Arena, grantSpan)[:3], ioctl.View[ioctl.Grant](b.Arena, grantSpan)[:3]
+	for i := range first {
+		require.Equal(t, uint8(ioctl.GrantNew), first[i].Status)
+		require.Equal(t, uint8(ioctl.GrantJoined), second[i].Status)
+		require.Equal(t, first[i].Slot, second[i].Slot)
+		require.Equal(t, first[i].Seed, second[i].Seed)
+	}
+	stranger := w.open(true)
+	_, x := stranger.session(ioctl.AttachOptions{})
+	r.Items = items(x, 3)
+	stranger.reserve(&r)
+	require.Equal(t, uint8(ioctl.GrantPending), ioctl.View[ioctl.Grant](x.Arena, grantSpan)[0].Status)
+	require.Equal(t, ioctl.ENOENT, issue(stranger, ioctl.CmdAbort, &ioctl.Abort{Target: open.Target, Reserve: 10}, 0))
+
+	one := ioctl.Commit{Target: open.Target, Reserve: 9, Rank: 0}
+	require.Zero(t, issue(c, ioctl.CmdCommit, &one, 0))
+	pending := ioctl.Ticket{ID: one.Ticket}
+	require.Zero(t, issue(c, ioctl.CmdTicket, &pending, 0))
+	require.Equal(t, uint32(ioctl.TicketPending), pending.State)
+	require.Equal(t, ioctl.EINVAL, issue(d, ioctl.CmdCommit, &ioctl.Commit{Target: open.Target, Reserve: 9, Rank: 2}, 0))
+	two := ioctl.Commit{Target: open.Target, Reserve: 9, Rank: 1}
+	require.Zero(t, issue(d, ioctl.CmdCommit, &two, 0))
+	require.Equal(t, uint32(ioctl.TicketDone), c.wait(one.Ticket).State)
+	require.Equal(t, uint32(ioctl.TicketDone), d.wait(two.Ticket).State)
+	require.Equal(t, uint64(3), w.store.PoolByName("p").Stats().Files)
+}
+
+// TestRankDeathAborts: a reservation dies with any process that takes part in it, and the others hear of it by their tickets.
+func TestRankDeathAborts(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c, d := w.open(true), w.open(true)
+	s, a := c.session(ioctl.AttachOptions{})
+	b := d.join(s)
+	id := testIdentity("full")
+	id.TP = 2
+	open := poolRequest(t, a.Arena, "p", id, testGeometry(t, 2))
+	require.Zero(t, issue(c, ioctl.CmdPoolOpen, &open, 0))
+	c.wait(open.Ticket)
+	r := ioctl.Reserve{Target: open.Target, Items: items(a, 3), Grants: grantSpan, Reserve: 9}
+	c.reserve(&r)
+	r.Items = items(b, 3)
+	d.reserve(&r)
+	one := ioctl.Commit{Target: open.Target, Reserve: 9}
+	require.Zero(t, issue(c, ioctl.CmdCommit, &one, 0))
+	require.NoError(t, b.Close())
+	require.Equal(t, uint32(ioctl.TicketFailed), c.wait(one.Ticket).State)
+	require.Equal(t, int32(ioctl.ESTALE), c.wait(one.Ticket).Errno)
+	require.Equal(t, ioctl.ENOENT, issue(c, ioctl.CmdAbort, &ioctl.Abort{Target: open.Target, Reserve: 9}, 0))
+	stats := w.store.PoolByName("p").Stats()
+	require.Zero(t, stats.FilesReserved+stats.Files)
+}
+
+// TestFamily: the pools of a family hit and commit together, grants lying [key][pool].
+func TestFamily(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{})
+	var family ioctl.Target
+	for _, group := range []string{"full", "swa"} {
+		open := poolRequest(t, a.Arena, group, testIdentity(group), testGeometry(t, 1))
+		require.True(t, ioctl.PutName(open.Family[:], "hybrid"))
+		require.Zero(t, issue(c, ioctl.CmdPoolOpen, &open, 0))
+		c.wait(open.Ticket)
+		family = open.FamilyTarget
+	}
+	require.Equal(t, uint16(ioctl.TargetFamily), family.Kind)
+	r := ioctl.Reserve{Target: family, Items: items(a, 4), Grants: grantSpan, Reserve: 1}
+	c.reserve(&r)
+	require.Equal(t, [2]uint32{4, 2}, [2]uint32{r.Count, r.Pools})
+	commit := ioctl.Commit{Target: family, Reserve: 1}
+	require.Zero(t, issue(c, ioctl.CmdCommit, &commit, 0))
+	require.Equal(t, uint32(ioctl.TicketDone), c.wait(commit.Ticket).State)
+	pin := ioctl.Pin{Target: family, Keys: keys(a, 5), Grants: grantSpan, Request: 1}
+	require.Zero(t, issue(c, ioctl.CmdPin, &pin, 0))
+	require.Equal(t, [2]uint32{4, 2}, [2]uint32{pin.Count, pin.Pools})
+	for _, g := range ioctl.View[ioctl.Grant](a.Arena, grantSpan)[:8] {
+		require.Equal(t, uint8(ioctl.GrantPinned), g.Status)
+	}
+	info := ioctl.PoolInfo{}
+	require.True(t, ioctl.PutName(info.Name[:], "swa"))
+	require.Zero(t, issue(c, ioctl.CmdPoolInfo, &info, ioctl.PoolByName))
+	require.Equal(t, family, info.FamilyTarget)
+}
+
+// TestBounds: sessions, processes, handles, pools and tickets are all limited.
+func TestBounds(t *testing.T) {
+	sessions := 0
+	{
+		w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+		sessions = len(w.store.Sessions())
+	}
+	w := newWorld(t, gpufile.Options{NoIO: true},
+		ControlOptions{MaxSessions: sessions + 2, MaxMembers: 3, MaxHandles: 6, MaxPools: 1, Tickets: 2})
+	c := w.open(true)
+	s, a := c.session(ioctl.AttachOptions{})
+	_, _ = w.open(true).session(ioctl.AttachOptions{})
+	third := w.open(true)
+	require.Equal(t, ioctl.EMFILE, issue(third, ioctl.CmdSessionCreate, &ioctl.Session{}, 0), "sessions")
+	require.Zero(t, issue(third, ioctl.CmdSessionJoin, &ioctl.Session{Token: s.Token}, 0))
+	fourth := w.open(true)
+	require.Equal(t, ioctl.EMFILE, issue(fourth, ioctl.CmdSessionJoin, &ioctl.Session{Token: s.Token}, 0), "processes")
+	c.pool(a, "p")
+	r := poolRequest(t, a.Arena, "q", testIdentity("swa"), testGeometry(t, 1))
+	require.Equal(t, ioctl.EMFILE, issue(c, ioctl.CmdPoolOpen, &r, 0), "pools")
+	w.open(true)
+	w.open(true)
+	require.Zero(t, w.control.Open(1, 0, 0, true), "handles")
+
+	_, err := NewControl(w.store, ControlOptions{Tickets: 3, SocketDir: socketDir(t)})
+	require.ErrorContains(t, err, "power of two")
+	_, err = NewControl(w.store, ControlOptions{Pollers: 1000, SocketDir: socketDir(t)})
+	require.ErrorContains(t, err, "pollers")
+}
+
+// TestMembersAreListed for the status files.
+func TestMembersAreListed(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c := w.open(true)
+	s, a := c.session(ioctl.AttachOptions{Lanes: 2, Depth: 32, DMABytes: 8192})
+	p := c.pool(a, "p")
+	info := ioctl.PoolInfo{Target: p}
+	require.Zero(t, issue(c, ioctl.CmdPoolInfo, &info, 0))
+	require.Zero(t, issue(c, ioctl.CmdMapAck, &ioctl.MapAck{Target: p, MapGeneration: info.MapGeneration}, 0))
+	members := w.control.Members()
+	require.Len(t, members, 1)
+	m := members[0]
+	require.WithinDuration(t, time.Now(), m.Since, time.Hour)
+	m.Since = time.Time{}
+	require.Equal(t, MemberInfo{Member: s.Member, Session: s.ID, UID: m.UID, PID: c.pid, Attached: true, Lanes: 2, Depth: 32,
+		ArenaBytes: 1 << 20, DMABytes: 8192, MapGenerations: map[uint16]uint64{p.ID: info.MapGeneration}}, m)
+	_, err := json.Marshal(members)
+	require.NoError(t, err)
+}
+
+func TestDMAMemoryBounds(t *testing.T) {
+	d := dmaMemory{b: make([]byte, 8192)}
+	const base = ioctl.DMABase
+	for _, x := range []struct {
+		iova uint64
+		n    uint32
+		ok   bool
+	}{
+		{base, 8192, true}, {base, 0, true}, {base + 8192, 0, true}, {base + 4096, 4096, true}, {base + 8191, 1, true},
+		{base, 8193, false}, {base + 8192, 1, false}, {base + 4096, 4097, false}, {base - 1, 1, false}, {0, 1, false},
+		{^uint64(0), 1, false}, {^uint64(0), ^uint32(0), false}, {base + 1<<32, 1, false}, {base - 4096, 8192, false},
+	} {
+		got := d.Translate(x.iova, x.n)
+		require.Equal(t, x.ok, got != nil, "%#x+%d", x.iova, x.n)
+		if x.ok {
+			require.Len(t, got, int(x.n))
+			require.Equal(t, int(x.n), cap(got))
+		}
+	}
+}
