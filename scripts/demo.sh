@@ -2,8 +2,10 @@
 # demo.sh TUTTIFS: a volume on four files, from mkfs to umount, in a temporary directory. Leaves nothing behind.
 set -euo pipefail
 bin=$(realpath "${1:-bin/tuttifs}")
-title() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
-run() { printf '\033[2m$ %s\033[0m\n' "${*//$work/DIR}"; "$@"; }
+bold='' dim='' plain=''
+[ -t 1 ] && bold=$'\033[1m' dim=$'\033[2m' plain=$'\033[0m'
+title() { printf '\n%s== %s%s\n' "$bold" "$*" "$plain"; }
+run() { local words="${*//$bin/tuttifs}"; printf '%s$ %s%s\n' "$dim" "${words//$work/DIR}" "$plain"; "$@"; }
 fail() { echo "demo: $*" >&2; exit 1; }
 
 [ "$(id -u)" = 0 ] || fail "mounting needs root: try 'sudo make demo'"

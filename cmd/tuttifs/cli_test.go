@@ -5,6 +5,7 @@ import (
 	"container/list"
 	"context"
 	"debug/elf"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -26,6 +27,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
+	"tuttifs/gpufile"
 )
 
 // These tests run the built binary in processes of its own, as people and mount(8) do.
@@ -319,6 +321,24 @@ func TestWholeWay(t *testing.T) {
 	require.NotEmpty(t, chain)
 	require.Equal(t, tips[0], chain[len(chain)-1].Key)
 	require.Equal(t, "0", chain[0].Position)
+
+	// The file shows the bytes that were stored, object after object.
+	kv, err := (&replayOptions{model: "llama3-8b", scale: 1024}).kv()
+	require.NoError(t, err)
+	geometry, err := kv.Geometry()
+	require.NoError(t, err)
+	raw, err := hex.DecodeString(tips[0])
+	require.NoError(t, err)
+	key := gpufile.Key(raw)
+	whole, err := os.ReadFile(filepath.Join(dir, pool, "blocks", tips[0][:2], tips[0]))
+	require.NoError(t, err)
+	require.EqualValues(t, geometry.FileBytes(), len(whole))
+	for i := range geometry.Objects {
+		if o := &geometry.Objects[i]; !o.IsTrailer() {
+			require.True(t, checkContent(whole[:o.Bytes()], &key, uint16(i)), "object %d", i)
+			whole = whole[o.Bytes():]
+		}
+	}
 
 	// A second mount of the same volume is refused by name, and mkfs as well.
 	refused(t, 32, "use", "mount", paths[0], mountPoint(t))
