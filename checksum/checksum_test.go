@@ -135,6 +135,26 @@ func TestGolden(t *testing.T) {
 	require.Equal(t, string(want), got.String())
 }
 
+// TestDocument: the page that a GPU kernel is written from quotes what this package computes.
+func TestDocument(t *testing.T) {
+	page, err := os.ReadFile(filepath.Join("..", "docs", "checksum.md"))
+	require.NoError(t, err)
+	golden, err := os.ReadFile(filepath.Join("testdata", "checksum.golden"))
+	require.NoError(t, err)
+	values := make(map[string]string)
+	for _, line := range strings.Split(strings.TrimSpace(string(golden)), "\n") {
+		cut := strings.LastIndexByte(line, ' ')
+		values[line[:cut]] = line[cut+1:]
+	}
+	for _, name := range []string{
+		"key 0", "key 127", "seed key 0", "pool seed", "seed", "sum rank 1 object 2 zeroes 0", "sum rank 1 object 2 zeroes 1",
+		"sum rank 1 object 2 zeroes 1024", "sum rank 1 object 2 zeroes 1025", "sum rank 1 object 2 pattern 65536",
+	} {
+		require.NotEmpty(t, values[name], name)
+		require.Contains(t, string(page), "`"+values[name]+"`", name)
+	}
+}
+
 // payloads are contents that a weak sum would confuse: random, zero, all ones, one word again and again, sparse,
 // counting.
 func payloads(r *rand.Rand, n int) map[string][]byte {

@@ -353,6 +353,11 @@ func TestOddities(t *testing.T) {
 			p.pools[0].MaxSlots = 2
 			setCatalog(t, images, p.encode())
 		},
+		"the maximum is 4096 now": func(t *testing.T, images [][]byte) {
+			p := parse(t, images)
+			p.pools[0].MaxBytes = 4096
+			setCatalog(t, images, p.encode())
+		},
 		"writings behind": func(t *testing.T, images [][]byte) {
 			l := label(t, images[2])
 			l.Sequence, l.Clean = l.Sequence-1, false

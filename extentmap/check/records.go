@@ -100,6 +100,11 @@ func (s *records) checkPool(q *pool) error {
 		s.c.volume(notef("record", "", "pool %d (%s): %d files, the limit is %d now", q.ID, q.Name, q.files,
 			q.MaxSlots))
 	}
+	bytes := uint64(len(q.numbered)) * uint64(s.c.label.Width) * q.entryUnits(s.c.label) * ondisk.BlockBytes
+	if q.MaxBytes != 0 && bytes > q.MaxBytes {
+		s.c.volume(notef("record", "", "pool %d (%s): rows of %d bytes, the maximum is %d now", q.ID, q.Name, bytes,
+			q.MaxBytes))
+	}
 	return s.checkChains(q)
 }
 

@@ -8,7 +8,7 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-const adviceTable = "the other copy is whole; mount the volume to have it written anew"
+const adviceTable = "the other copy is whole, and counts; this one is written anew when a file in it is committed or freed"
 
 // checkTables reads both copies of all record tables, applies the journal's changes, and compares.
 func (c *checker) checkTables() error {
