@@ -20,8 +20,8 @@ import (
 // attachPatience is how long a connection may take to say what it wants.
 const attachPatience = 10 * time.Second
 
-// listen makes the attach socket. A socket file left by a daemon that was killed is replaced: the volume's lock says that we are
-// its only daemon.
+// listen makes the attach socket. A socket file left by a daemon that was killed is replaced: the volume's lock says
+// that we are its only daemon.
 func (c *Control) listen() error {
 	dirMode, mode := os.FileMode(0o700), os.FileMode(0o600)
 	if c.o.Shared {
@@ -246,7 +246,8 @@ func peer(conn *net.UnixConn) (cred *unix.Ucred, err error) {
 	return cred, err
 }
 
-// claim finds the member that a request names. Someone who does not have the token learns nothing: ENOENT whatever is wrong.
+// claim finds the member that a request names. Someone who does not have the token learns nothing: ENOENT whatever is
+// wrong.
 func (c *Control) claim(r *ioctl.AttachRequest, cred *unix.Ucred) (*member, error) {
 	c.mu.Lock()
 	m := c.members[r.Member]
@@ -261,8 +262,8 @@ func (c *Control) claim(r *ioctl.AttachRequest, cred *unix.Ucred) (*member, erro
 	if cred.Uid != 0 && cred.Uid != m.uid {
 		return nil, ioctl.EPERM
 	}
-	// A member is one process: another one of the session joins with the token first. Pids of 0 are in namespaces that cannot be
-	// seen from here.
+	// A member is one process: another one of the session joins with the token first. Pids of 0 are in namespaces
+	// that cannot be seen from here.
 	if cred.Pid != 0 && m.pid() != 0 && uint32(cred.Pid) != m.pid() {
 		return nil, ioctl.EPERM
 	}

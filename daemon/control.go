@@ -21,9 +21,11 @@ import (
 
 // ControlOptions of NewControl. Zero fields take defaults.
 type ControlOptions struct {
-	// SocketDir holds the attach socket, <volume UUID>.sock. By default /run/tuttifs for root, else a directory of the user's own.
+	// SocketDir holds the attach socket, <volume UUID>.sock. By default /run/tuttifs for root, else a directory of
+	// the user's own.
 	SocketDir string
-	// Shared lets other users' engines reach the socket (mounts with allow_other); tokens and credentials are checked either way.
+	// Shared lets other users' engines reach the socket (mounts with allow_other); tokens and credentials are checked
+	// either way.
 	Shared bool
 
 	MaxSessions int // sessions alive at once, 256
@@ -103,11 +105,11 @@ type driveController struct {
 	controller *emu.Controller
 }
 
-// Control answers the ABI of one mount: ioctls from fs (it is fs.Ioctler), attachments from the socket. It owns the virtual
-// controllers and everything that sessions have in shared memory. Safe for concurrent use.
+// Control answers the ABI of one mount: ioctls from fs (it is fs.Ioctler), attachments from the socket. It owns the
+// virtual controllers and everything that sessions have in shared memory. Safe for concurrent use.
 //
-// Lock order: Control.mu is a leaf; member.setup before member.use; no lock is held over a call into gpufile but member.use,
-// shared, which only keeps the arena mapped.
+// Lock order: Control.mu is a leaf; member.setup before member.use; no lock is held over a call into gpufile but
+// member.use, shared, which only keeps the arena mapped.
 type Control struct {
 	o        ControlOptions
 	store    *gpufile.Store
@@ -249,8 +251,8 @@ func (c *Control) Ioctl(id uint64, pid uint32, cmd uint32, _ uint64, in, out []b
 	return int32(ioctl.Dispatch(&call{c: c, h: h, pid: pid}, h.writable, cmd, in, out))
 }
 
-// Shutdown ends all memberships, quiesces their queues and removes the socket. Call it when the mount is gone and before the
-// store is closed. It reports what could not be stopped in time.
+// Shutdown ends all memberships, quiesces their queues and removes the socket. Call it when the mount is gone and
+// before the store is closed. It reports what could not be stopped in time.
 func (c *Control) Shutdown() error {
 	c.mu.Lock()
 	if c.closed {

@@ -108,7 +108,8 @@ func (c *client) session(o ioctl.AttachOptions) (*ioctl.Session, *ioctl.Attachme
 
 func testIdentity(group string) gpufile.Identity {
 	return gpufile.Identity{Model: "test/model", Revision: "r1", WeightsEpoch: 1, DType: "bf16", Quantisation: "none",
-		ScaleFormat: "none", Layout: "NHD", PageBytes: 4096, BlockTokens: 16, FileTokens: 16, TP: 1, PP: 1, CP: 1, Group: group}
+		ScaleFormat: "none", Layout: "NHD", PageBytes: 4096, BlockTokens: 16, FileTokens: 16,
+		TP: 1, PP: 1, CP: 1, Group: group}
 }
 
 func testGeometry(t testing.TB, ranks int) stripe.Geometry {
@@ -250,13 +251,15 @@ func TestLifeOfAFile(t *testing.T) {
 	require.Zero(t, issue(c, ioctl.CmdRelease, &ioctl.Release{Target: pool, Request: 1}, 0))
 	require.Equal(t, ioctl.ENOENT, issue(c, ioctl.CmdRelease, &ioctl.Release{Target: pool, Request: 1}, 0))
 
-	unlink := ioctl.Unlink{Target: pool, Keys: ioctl.Span{Offset: keySpan.Offset + (n-1)*ioctl.KeyBytes, Bytes: 2 * ioctl.KeyBytes}}
+	last := ioctl.Span{Offset: keySpan.Offset + (n-1)*ioctl.KeyBytes, Bytes: 2 * ioctl.KeyBytes}
+	unlink := ioctl.Unlink{Target: pool, Keys: last}
 	require.Zero(t, issue(c, ioctl.CmdUnlink, &unlink, 0))
 	require.Equal(t, uint32(1), unlink.Count, "the second key was never there")
 	evict := ioctl.Evict{Target: pool, Count: 1}
 	require.Zero(t, issue(c, ioctl.CmdEvict, &evict, ioctl.EvictCount))
 	require.Equal(t, uint64(1), c.wait(evict.Ticket).Value)
-	evict = ioctl.Evict{Target: pool, Keys: ioctl.Span{Offset: keySpan.Offset + 2*ioctl.KeyBytes, Bytes: ioctl.KeyBytes}}
+	third := ioctl.Span{Offset: keySpan.Offset + 2*ioctl.KeyBytes, Bytes: ioctl.KeyBytes}
+	evict = ioctl.Evict{Target: pool, Keys: third}
 	require.Zero(t, issue(c, ioctl.CmdEvict, &evict, ioctl.EvictPrefix))
 	require.Equal(t, uint64(3), c.wait(evict.Ticket).Value)
 
@@ -311,7 +314,8 @@ func checkMap(t *testing.T, c *client, a *ioctl.Attachment, pool ioctl.Target, g
 			ioctl.Span{Offset: at + 8, Bytes: uint64(rows.RowBytes) - 8})...)
 	}
 	for _, grant := range grants {
-		x := ioctl.Extents{Target: pool, Slot: grant.Slot, Generation: grant.Generation, Extents: ioctl.Span{Bytes: 64 << 10}}
+		x := ioctl.Extents{Target: pool, Slot: grant.Slot, Generation: grant.Generation,
+			Extents: ioctl.Span{Bytes: 64 << 10}}
 		require.Zero(t, issue(c, ioctl.CmdExtents, &x, 0))
 		require.Equal(t, uint32(len(g.Objects)), x.Count)
 		row := entries[grant.Slot/layout.SlotsPerRow]

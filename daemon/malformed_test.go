@@ -13,8 +13,8 @@ import (
 	"tuttifs/ioctl"
 )
 
-// TestMalformedVerbs is the table of what verbs answer to requests that the dispatcher passes and that are wrong nevertheless.
-// What the dispatcher refuses is tested with it.
+// TestMalformedVerbs is the table of what verbs answer to requests that the dispatcher passes and that are wrong
+// nevertheless. What the dispatcher refuses is tested with it.
 func TestMalformedVerbs(t *testing.T) {
 	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
 	c := w.open(true)
@@ -41,12 +41,18 @@ func TestMalformedVerbs(t *testing.T) {
 			return issue(c, ioctl.CmdReserve, &r, 0)
 		}
 	}
-	open := func(edit func(r *ioctl.PoolOpen, id *gpufile.Identity)) func() ioctl.Errno {
+	open := func(edit func(r *ioctl.PoolOpen)) func() ioctl.Errno {
+		return func() ioctl.Errno {
+			r := poolRequest(t, a.Arena, "p", testIdentity("full"), testGeometry(t, 1))
+			edit(&r)
+			return issue(c, ioctl.CmdPoolOpen, &r, 0)
+		}
+	}
+	identity := func(edit func(id *gpufile.Identity)) func() ioctl.Errno {
 		return func() ioctl.Errno {
 			id := testIdentity("full")
-			edit(&ioctl.PoolOpen{}, &id)
+			edit(&id)
 			r := poolRequest(t, a.Arena, "p", id, testGeometry(t, 1))
-			edit(&r, &id)
 			return issue(c, ioctl.CmdPoolOpen, &r, 0)
 		}
 	}
@@ -69,7 +75,7 @@ func TestMalformedVerbs(t *testing.T) {
 		{"pin: keys behind the arena", ioctl.EFAULT, pin(func(r *ioctl.Pin) { r.Keys.Offset = arena })},
 		{"pin: keys overflow", ioctl.EFAULT, pin(func(r *ioctl.Pin) { r.Keys.Offset = ^uint64(7) })},
 		{"pin: keys wrap", ioctl.EFAULT, pin(func(r *ioctl.Pin) { r.Keys = ioctl.Span{Offset: 64, Bytes: ^uint64(31)} })},
-		{"pin: keys end outside", ioctl.EFAULT, pin(func(r *ioctl.Pin) { r.Keys = ioctl.Span{Offset: arena - 32, Bytes: 64} })},
+		{"pin: keys end outside", ioctl.EFAULT, pin(func(r *ioctl.Pin) { r.Keys.Offset = arena - 32 })},
 		{"pin: keys unaligned", ioctl.EINVAL, pin(func(r *ioctl.Pin) { r.Keys.Offset += 4 })},
 		{"pin: half a key", ioctl.EINVAL, pin(func(r *ioctl.Pin) { r.Keys.Bytes = 48 })},
 		{"pin: no keys", ioctl.EINVAL, pin(func(r *ioctl.Pin) { r.Keys.Bytes = 0 })},
@@ -105,7 +111,8 @@ func TestMalformedVerbs(t *testing.T) {
 			return issue(c, ioctl.CmdEvict, &ioctl.Evict{Target: p, Count: 1, Keys: keys3}, ioctl.EvictKeys)
 		}},
 		{"evict: keys outside", ioctl.EFAULT, func() ioctl.Errno {
-			return issue(c, ioctl.CmdEvict, &ioctl.Evict{Target: p, Keys: ioctl.Span{Offset: arena, Bytes: 32}}, ioctl.EvictPrefix)
+			r := ioctl.Evict{Target: p, Keys: ioctl.Span{Offset: arena, Bytes: 32}}
+			return issue(c, ioctl.CmdEvict, &r, ioctl.EvictPrefix)
 		}},
 		{"evict: no such pool", ioctl.ENOENT, func() ioctl.Errno {
 			return issue(c, ioctl.CmdEvict, &ioctl.Evict{Target: gone, Count: 1}, ioctl.EvictCount)
@@ -151,19 +158,19 @@ func TestMalformedVerbs(t *testing.T) {
 		{"join: no such token", ioctl.ESTALE, func() ioctl.Errno {
 			return issue(w.open(true), ioctl.CmdSessionJoin, &ioctl.Session{}, 0)
 		}},
-		{"pool open: other identity", ioctl.EEXIST, open(func(_ *ioctl.PoolOpen, id *gpufile.Identity) { id.Revision = "r2" })},
-		{"pool open: unknown identity", ioctl.EBADMSG, open(func(_ *ioctl.PoolOpen, id *gpufile.Identity) { id.DType = "auto" })},
-		{"pool open: not JSON", ioctl.EBADMSG, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Identity.Bytes -= min(r.Identity.Bytes, 1) })},
-		{"pool open: bad geometry", ioctl.EINVAL, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Geometry.Bytes /= 2 })},
-		{"pool open: empty geometry", ioctl.EINVAL, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Geometry.Bytes = 0 })},
-		{"pool open: no name", ioctl.EINVAL, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Name = [64]byte{} })},
-		{"pool open: hidden name", ioctl.EINVAL, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Name = [64]byte{'.', 'x'} })},
-		{"pool open: slash", ioctl.EINVAL, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Name = [64]byte{'a', '/', 'x'} })},
-		{"pool open: checksum", ioctl.EINVAL, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) {
+		{"pool open: other identity", ioctl.EEXIST, identity(func(id *gpufile.Identity) { id.Revision = "r2" })},
+		{"pool open: unknown identity", ioctl.EBADMSG, identity(func(id *gpufile.Identity) { id.DType = "auto" })},
+		{"pool open: not JSON", ioctl.EBADMSG, open(func(r *ioctl.PoolOpen) { r.Identity.Bytes-- })},
+		{"pool open: bad geometry", ioctl.EINVAL, open(func(r *ioctl.PoolOpen) { r.Geometry.Bytes /= 2 })},
+		{"pool open: empty geometry", ioctl.EINVAL, open(func(r *ioctl.PoolOpen) { r.Geometry.Bytes = 0 })},
+		{"pool open: no name", ioctl.EINVAL, open(func(r *ioctl.PoolOpen) { r.Name = [64]byte{} })},
+		{"pool open: hidden name", ioctl.EINVAL, open(func(r *ioctl.PoolOpen) { r.Name = [64]byte{'.', 'x'} })},
+		{"pool open: slash", ioctl.EINVAL, open(func(r *ioctl.PoolOpen) { r.Name = [64]byte{'a', '/', 'x'} })},
+		{"pool open: checksum", ioctl.EINVAL, open(func(r *ioctl.PoolOpen) {
 			r.Name, r.ChecksumAlg = [64]byte{'q'}, 99
 		})},
-		{"pool open: identity outside", ioctl.EFAULT, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Identity.Offset = arena })},
-		{"pool open: long identity", ioctl.EINVAL, open(func(r *ioctl.PoolOpen, _ *gpufile.Identity) { r.Identity.Bytes = 1 << 20 })},
+		{"pool open: identity outside", ioctl.EFAULT, open(func(r *ioctl.PoolOpen) { r.Identity.Offset = arena })},
+		{"pool open: long identity", ioctl.EINVAL, open(func(r *ioctl.PoolOpen) { r.Identity.Bytes = 1 << 20 })},
 	} {
 		t.Run(x.name, func(t *testing.T) { require.Equal(t, x.want, x.call()) })
 	}
@@ -222,8 +229,8 @@ func scribble(b []byte, stop <-chan struct{}) *sync.WaitGroup {
 	return &wg
 }
 
-// FuzzVerbs drives the real handler with any bytes, while the arena changes under it. Nothing may crash, answer an errno that is
-// not documented, or lose a slot.
+// FuzzVerbs drives the real handler with any bytes, while the arena changes under it. Nothing may crash, answer an
+// errno that is not documented, or lose a slot.
 func FuzzVerbs(f *testing.F) {
 	w := newWorld(f, gpufile.Options{NoIO: true}, ControlOptions{Tickets: 16})
 	c := w.open(true)
@@ -236,9 +243,10 @@ func FuzzVerbs(f *testing.F) {
 		ioctl.EINPROGRESS, ioctl.ESTALE, ioctl.EDQUOT, ioctl.EMFILE} {
 		documented[e] = true
 	}
-	for _, cmd := range []uint32{ioctl.CmdHello, ioctl.CmdDrives, ioctl.CmdSessionCreate, ioctl.CmdPoolOpen, ioctl.CmdPoolInfo,
-		ioctl.CmdLayout, ioctl.CmdRows, ioctl.CmdMapAck, ioctl.CmdPeek, ioctl.CmdPin, ioctl.CmdRelease, ioctl.CmdReserve,
-		ioctl.CmdCommit, ioctl.CmdAbort, ioctl.CmdReportBad, ioctl.CmdEvict, ioctl.CmdUnlink, ioctl.CmdExtents, ioctl.CmdStats,
+	for _, cmd := range []uint32{ioctl.CmdHello, ioctl.CmdDrives, ioctl.CmdSessionCreate, ioctl.CmdPoolOpen,
+		ioctl.CmdPoolInfo, ioctl.CmdLayout, ioctl.CmdRows, ioctl.CmdMapAck, ioctl.CmdPeek, ioctl.CmdPin, ioctl.CmdRelease, ioctl.CmdReserve,
+		ioctl.CmdCommit, ioctl.CmdAbort, ioctl.CmdReportBad, ioctl.CmdEvict, ioctl.CmdUnlink, ioctl.CmdExtents,
+		ioctl.CmdStats,
 		ioctl.CmdEvents, ioctl.CmdTicket} {
 		body := make([]byte, cmd>>16&0x3fff-8)
 		if len(body) >= 8 {

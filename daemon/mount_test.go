@@ -20,8 +20,8 @@ import (
 	"tuttifs/ioctl"
 )
 
-// The tests below use a real mount from other processes: this binary again, as one of the helpers. The mount's own process must not
-// open its files.
+// The tests below use a real mount from other processes: this binary again, as one of the helpers. The mount's own
+// process must not open its files.
 
 const helperVariable = "TUTTIFS_TEST_HELPER"
 
@@ -316,8 +316,8 @@ func helpFork(_ *testing.T, mount string) error {
 	select {}
 }
 
-// TestKillFreesEverything: kill -9 of an engine leaves no member, pin, reservation, descriptor or mapping behind, even where a child
-// of it lives on with all its descriptors.
+// TestKillFreesEverything: kill -9 of an engine leaves no member, pin, reservation, descriptor or mapping behind,
+// even where a child of it lives on with all its descriptors.
 func TestKillFreesEverything(t *testing.T) {
 	w, dir := mounted(t, gpufile.Options{NoIO: true})
 	keeper := w.open(true)

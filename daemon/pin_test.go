@@ -56,7 +56,8 @@ func fill(s *gpufile.Store) error {
 	if err != nil {
 		return err
 	}
-	p, done, err := s.OpenPool(testIdentity("full"), extentmap.PoolSpec{Name: "p", Geometry: g, TokensPerFile: 16, ChecksumAlg: 1})
+	spec := extentmap.PoolSpec{Name: "p", Geometry: g, TokensPerFile: 16, ChecksumAlg: 1}
+	p, done, err := s.OpenPool(testIdentity("full"), spec)
 	if err != nil {
 		return err
 	}
@@ -76,7 +77,11 @@ func fill(s *gpufile.Store) error {
 			}
 		}
 		id := uint64(first + 1)
-		if err := patiently(func() error { _, err := m.Reserve(group, 0, id, items, false, grants); return err }); err != nil {
+		err := patiently(func() error {
+			_, err := m.Reserve(group, 0, id, items, false, grants)
+			return err
+		})
+		if err != nil {
 			return err
 		}
 		var done *extentmap.Ticket

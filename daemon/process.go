@@ -17,8 +17,8 @@ type process struct {
 	once sync.Once
 }
 
-// watchProcess begins to watch the process that thread tid belongs to. A tid of 0 is a process in a pid namespace that the
-// mount does not see: there is nothing to watch, and nil is returned.
+// watchProcess begins to watch the process that thread tid belongs to. A tid of 0 is a process in a pid namespace
+// that the mount does not see: there is nothing to watch, and nil is returned.
 func watchProcess(tid uint32) (*process, error) {
 	if tid == 0 {
 		return nil, nil

@@ -19,8 +19,8 @@ import (
 	"tuttifs/nvme/emu"
 )
 
-// member is one process of a session: its leases, its shared memory and the queues in it. It ends once, by the first of: its
-// process is gone, its socket hung up, its file was closed, the mount goes away.
+// member is one process of a session: its leases, its shared memory and the queues in it. It ends once, by the first
+// of: its process is gone, its socket hung up, its file was closed, the mount goes away.
 type member struct {
 	c      *Control
 	id     uint32
@@ -177,7 +177,8 @@ func (m *member) quiesceAll() error {
 	return errors.Join(errs...)
 }
 
-// quiesce stops a lane's queues; after nil nothing of them touches memory or drives. It may be called again after an error.
+// quiesce stops a lane's queues; after nil nothing of them touches memory or drives. It may be called again after an
+// error.
 func (l *lane) quiesce(deadline time.Time) error {
 	var errs []error
 	for i, q := range l.queues {
@@ -210,7 +211,8 @@ func (m *member) info() MemberInfo {
 	m.use.RLock()
 	defer m.use.RUnlock()
 	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(), Attached: m.attached,
-		Lanes: uint32(len(m.lanes)), Depth: m.depth, ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
+		Lanes: uint32(len(m.lanes)), Depth: m.depth,
+		ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
 		Since: m.since, Ending: m.gone.Load(), MapGenerations: m.allAcks()}
 }
 
@@ -322,7 +324,8 @@ func (m *member) attachLane(i int) error {
 				emu.QueueConfig{Memory: memory, DMA: m.dma, Authority: m.authority})
 		}
 		if err != nil {
-			return errors.Join(fmt.Errorf("daemon: lane %d: %w", i, err), l.quiesce(time.Now().Add(m.c.o.QuiesceTimeout)))
+			err = fmt.Errorf("daemon: lane %d: %w", i, err)
+			return errors.Join(err, l.quiesce(time.Now().Add(m.c.o.QuiesceTimeout)))
 		}
 		m.pollers[i%len(m.pollers)].Add(l.queues[d])
 	}

@@ -71,7 +71,8 @@ func TestRanksCommitTogether(t *testing.T) {
 	require.Equal(t, uint64(3), w.store.PoolByName("p").Stats().Files)
 }
 
-// TestRankDeathAborts: a reservation dies with any process that takes part in it, and the others hear of it by their tickets.
+// TestRankDeathAborts: a reservation dies with any process that takes part in it, and the others hear of it by their
+// tickets.
 func TestRankDeathAborts(t *testing.T) {
 	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
 	c, d := w.open(true), w.open(true)
@@ -172,8 +173,9 @@ func TestMembersAreListed(t *testing.T) {
 	m := members[0]
 	require.WithinDuration(t, time.Now(), m.Since, time.Hour)
 	m.Since = time.Time{}
-	require.Equal(t, MemberInfo{Member: s.Member, Session: s.ID, UID: m.UID, PID: c.pid, Attached: true, Lanes: 2, Depth: 32,
-		ArenaBytes: 1 << 20, DMABytes: 8192, MapGenerations: map[uint16]uint64{p.ID: info.MapGeneration}}, m)
+	require.Equal(t, MemberInfo{Member: s.Member, Session: s.ID, UID: m.UID, PID: c.pid, Attached: true,
+		Lanes: 2, Depth: 32, ArenaBytes: 1 << 20, DMABytes: 8192,
+		MapGenerations: map[uint16]uint64{p.ID: info.MapGeneration}}, m)
 	_, err := json.Marshal(members)
 	require.NoError(t, err)
 }

@@ -7,8 +7,9 @@ import (
 	"tuttifs/ioctl"
 )
 
-// tickets is one handle's table of completions. Ticket n lies in entry n mod max: a finished one is overwritten when max newer
-// ones have been given out, an unfinished one refuses its successor. So the table is bounded and nobody has to free anything.
+// tickets is one handle's table of completions. Ticket n lies in entry n mod max: a finished one is overwritten when
+// max newer ones have been given out, an unfinished one refuses its successor. So the table is bounded and nobody has
+// to free anything.
 type tickets struct {
 	max int // a power of two
 

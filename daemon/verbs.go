@@ -157,7 +157,8 @@ func (m *member) grantSpan(s ioctl.Span, n int) ([]ioctl.Grant, ioctl.Errno) {
 func putGrants(out []ioctl.Grant, grants []gpufile.Grant) {
 	for i := range grants {
 		g := &grants[i]
-		out[i] = ioctl.Grant{Slot: g.Slot, Tokens: g.Tokens, Generation: g.Generation, Seed: g.Seed, Status: uint8(g.Status)}
+		out[i] = ioctl.Grant{Slot: g.Slot, Status: uint8(g.Status), Tokens: g.Tokens, Generation: g.Generation,
+			Seed: g.Seed}
 	}
 }
 
@@ -339,7 +340,9 @@ func (k *call) PoolOpen(a *ioctl.PoolOpen) ioctl.Errno {
 const checksumAlg = 1
 
 // poolSpec copies and decodes what POOL_OPEN names.
-func (k *call) poolSpec(m *member, a *ioctl.PoolOpen) (spec extentmap.PoolSpec, id gpufile.Identity, errno ioctl.Errno) {
+func (k *call) poolSpec(m *member, a *ioctl.PoolOpen) (
+	spec extentmap.PoolSpec, id gpufile.Identity, errno ioctl.Errno,
+) {
 	name, ok1 := ioctl.Name(a.Name[:])
 	family, ok2 := ioctl.Name(a.Family[:])
 	if !ok1 || !ok2 || a.ChecksumAlg != checksumAlg {
@@ -480,7 +483,8 @@ func (k *call) Rows(a *ioctl.Rows) ioctl.Errno {
 }
 
 func putRow(out []byte, r *extentmap.Row) {
-	*(*ioctl.RowHead)(unsafe.Pointer(unsafe.SliceData(out))) = ioctl.RowHead{Number: r.Number, Width: uint32(len(r.Drives))}
+	head := (*ioctl.RowHead)(unsafe.Pointer(unsafe.SliceData(out)))
+	*head = ioctl.RowHead{Number: r.Number, Width: uint32(len(r.Drives))}
 	out = out[unsafe.Sizeof(ioctl.RowHead{}):]
 	entries := unsafe.Slice((*ioctl.RowEntry)(unsafe.Pointer(unsafe.SliceData(out))), len(r.Drives))
 	for i := range entries {

@@ -1,10 +1,10 @@
-// Package ioctl is ABI v1 of a tuttifs mount: ioctl numbers, fixed-size structs, the dispatcher that checks them, the attach
-// protocol over a unix socket, the generated C header and the Go client. It knows nothing of volumes or pools: the daemon
-// answers through Handler.
+// Package ioctl is ABI v1 of a tuttifs mount: ioctl numbers, fixed-size structs, the dispatcher that checks them, the
+// attach protocol over a unix socket, the generated C header and the Go client. It knows nothing of volumes or pools:
+// the daemon answers through Handler.
 //
-// Every verb is one _IOWR ioctl on an open file of the mount; its struct begins with Header and is copied in and out whole.
-// Integers are little-endian; every struct is a multiple of 8 bytes and has no hidden padding. Fields named Reserved must be
-// zero on input. Fields marked out are ignored on input.
+// Every verb is one _IOWR ioctl on an open file of the mount; its struct begins with Header and is copied in and out
+// whole. Integers are little-endian; every struct is a multiple of 8 bytes and has no hidden padding. Fields named
+// Reserved must be zero on input. Fields marked out are ignored on input.
 package ioctl
 
 import "structs"
@@ -51,8 +51,8 @@ type Target struct {
 	Reserved uint32
 }
 
-// Span names bytes of the calling process's arena. The daemon copies an input span before it looks at it, and writes results
-// into an output span; a span outside the arena is EFAULT.
+// Span names bytes of the calling process's arena. The daemon copies an input span before it looks at it, and writes
+// results into an output span; a span outside the arena is EFAULT.
 type Span struct {
 	_      structs.HostLayout
 	Offset uint64 // from the arena's start, a multiple of 8
@@ -130,8 +130,8 @@ type Drives struct {
 	Entries  [DrivePage]DriveEntry `abi:"out"`
 }
 
-// Session is SESSION_CREATE and SESSION_JOIN: it makes the calling process a member of a new session, or of the one whose
-// token it has. The membership belongs to this open file and to the process, and ends with either.
+// Session is SESSION_CREATE and SESSION_JOIN: it makes the calling process a member of a new session, or of the one
+// whose token it has. The membership belongs to this open file and to the process, and ends with either.
 type Session struct {
 	_          structs.HostLayout
 	Header     Header
@@ -235,8 +235,8 @@ type RowHead struct {
 	Width  uint32
 }
 
-// Rows fetches rows numbered First or more, in order. Pages that show different map generations do not fit together: begin
-// again.
+// Rows fetches rows numbered First or more, in order. Pages that show different map generations do not fit together:
+// begin again.
 type Rows struct {
 	_             structs.HostLayout
 	Header        Header
@@ -481,8 +481,8 @@ const (
 	TicketFailed  = 2 // Errno says why
 )
 
-// Ticket asks for the state of what a verb started. A finished ticket is forgotten when as many newer ones exist as may be
-// outstanding (Hello.Tickets).
+// Ticket asks for the state of what a verb started. A finished ticket is forgotten when as many newer ones exist as
+// may be outstanding (Hello.Tickets).
 type Ticket struct {
 	_        structs.HostLayout
 	Header   Header

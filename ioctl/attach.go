@@ -7,10 +7,10 @@ import (
 	"unsafe"
 )
 
-// The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket whose path SESSION_CREATE
-// and SESSION_JOIN answer. The engine sends one AttachRequest and gets one AttachReply with up to three descriptors
-// (SCM_RIGHTS): arena, queues, DMA memory. The connection stays open: its end means that the process is gone. Later messages on
-// it are AttachRequest and AttachReply too, without descriptors.
+// The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket whose path
+// SESSION_CREATE and SESSION_JOIN answer. The engine sends one AttachRequest and gets one AttachReply with up to
+// three descriptors (SCM_RIGHTS): arena, queues, DMA memory. The connection stays open: its end means that the
+// process is gone. Later messages on it are AttachRequest and AttachReply too, without descriptors.
 const (
 	AttachMagic = 0x41545554 // "TUTA"
 
@@ -69,14 +69,14 @@ type AttachReply struct {
 	Reserved2       [4]uint64         // zero
 }
 
-// The queue memory begins with the session page; then, for lane l and the d-th drive, the block at
-// SessionPageBytes + (l x Drives + d) x QueueBlockBytes holds a queue pair as nvme.MapQueue lays it out. Words of the session
-// page, each in cache lines of its own; byte offsets:
+// The queue memory begins with the session page; then, for lane l and the d-th drive, the block at SessionPageBytes +
+// (l x Drives + d) x QueueBlockBytes holds a queue pair as nvme.MapQueue lays it out. Words of the session page, each
+// in cache lines of its own; byte offsets:
 const (
 	SessionPageBytes = 4096
 
 	ArmedWord         = 0   // u32: raised by the engine before it rings a doorbell, lowered when its work is done
-	WakeWord          = 64  // u32: a poller stores 1 and sleeps on it; the engine, having raised armed, swaps in 0 and, if it was 1, wakes all
+	WakeWord          = 64  // u32: a poller stores 1 and sleeps; the engine raises armed, swaps in 0, wakes all if it was 1
 	HeartbeatWord     = 128 // u64: counted up by the daemon every HeartbeatMilliseconds
 	NonceWord         = 136 // u64: of the mount
 	StateWord         = 144 // u32: SessionLive, SessionClosed
@@ -105,8 +105,8 @@ func NewAttachRequest(kind uint16) AttachRequest {
 // Bytes is the message as it is sent; it aliases r.
 func (r *AttachRequest) Bytes() []byte { return bytesOf(r) }
 
-// ParseAttachRequest decodes a message and checks its fixed fields; limits are the daemon's to check. The errno is EPROTO for
-// another version and EINVAL for anything else.
+// ParseAttachRequest decodes a message and checks its fixed fields; limits are the daemon's to check. The errno is
+// EPROTO for another version and EINVAL for anything else.
 func ParseAttachRequest(b []byte) (AttachRequest, error) {
 	var r AttachRequest
 	if len(b) != int(unsafe.Sizeof(r)) {

@@ -85,8 +85,8 @@ func (a *Attachment) connect(path string) error {
 	}
 }
 
-// exchange sends one request and receives its reply with the descriptors that came along. Descriptors are returned even with
-// an error, for the caller to close.
+// exchange sends one request and receives its reply with the descriptors that came along. Descriptors are returned
+// even with an error, for the caller to close.
 func (a *Attachment) exchange(r *AttachRequest) (AttachReply, []int, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -195,8 +195,8 @@ func (a *Attachment) Alive() bool {
 	return err != nil || n == 0 || p[0].Revents&(unix.POLLHUP|unix.POLLRDHUP|unix.POLLERR) == 0
 }
 
-// WaitTicket waits until a ticket has finished: on the ticket word of the session page, so that no call is ever stuck in the
-// mount. It returns the ticket's value, the ticket's own error, or the context's.
+// WaitTicket waits until a ticket has finished: on the ticket word of the session page, so that no call is ever stuck
+// in the mount. It returns the ticket's value, the ticket's own error, or the context's.
 func (c *Client) WaitTicket(ctx context.Context, a *Attachment, id uint64) (value uint64, err error) {
 	for {
 		before := atomic.LoadUint32(a.Word(TicketWord))
@@ -239,8 +239,8 @@ const (
 	futexWake = 1
 )
 
-// Close unmaps everything and hangs up, which ends the membership. The caller must have quiesced its lanes or be done with
-// them: a command in flight still moves its bytes.
+// Close unmaps everything and hangs up, which ends the membership. The caller must have quiesced its lanes or be done
+// with them: a command in flight still moves its bytes.
 func (a *Attachment) Close() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -276,8 +276,8 @@ var ErrHangUp = errors.New("ioctl: the other end of the socket is gone")
 // descriptorsMax bounds what one message may carry.
 const descriptorsMax = 8
 
-// receiveMessage receives one packet of at most n bytes; a longer one is an error. Descriptors that came along are returned
-// even with an error, for the caller to close.
+// receiveMessage receives one packet of at most n bytes; a longer one is an error. Descriptors that came along are
+// returned even with an error, for the caller to close.
 func receiveMessage(socket, n int) ([]byte, []int, error) {
 	b := make([]byte, n+1)
 	oob := make([]byte, unix.CmsgSpace(4*descriptorsMax))

@@ -17,18 +17,18 @@ const ControlPath = ".tuttifs/control"
 // ErrNotMount is what paths outside any tuttifs mount get.
 var ErrNotMount = errors.New("ioctl: not inside a tuttifs mount")
 
-// Client issues verbs on an open file of a mount. Its methods fill Header and may be called concurrently; each returns nil or
-// an error that wraps an Errno.
+// Client issues verbs on an open file of a mount. Its methods fill Header and may be called concurrently; each
+// returns nil or an error that wraps an Errno.
 //
-// Interrupted calls are repeated: a FUSE request is interrupted only before the daemon has seen it or after it has answered, and
-// verbs that lease or free name themselves by request or reserve id.
+// Interrupted calls are repeated: a FUSE request is interrupted only before the daemon has seen it or after it has
+// answered, and verbs that lease or free name themselves by request or reserve id.
 type Client struct{ f *os.File }
 
 // NewClient uses an open file of a mount; Close closes it.
 func NewClient(f *os.File) *Client { return &Client{f: f} }
 
-// Open finds the mount that path lies in and opens its control file; ErrNotMount if there is none. A read-only client can look,
-// not change.
+// Open finds the mount that path lies in and opens its control file; ErrNotMount if there is none. A read-only client
+// can look, not change.
 func Open(path string, readOnly bool) (*Client, error) {
 	abs, err := filepath.Abs(path)
 	if err != nil {

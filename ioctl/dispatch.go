@@ -6,9 +6,9 @@ import (
 	"unsafe"
 )
 
-// Handler answers verbs for one open file. Each method gets a private copy of the struct, checked as far as this package can:
-// size, version, flags, reserved fields, and out fields zeroed. It fills the out fields and returns 0, or returns an errno and
-// nothing of the struct reaches the caller. No method may wait on a drive.
+// Handler answers verbs for one open file. Each method gets a private copy of the struct, checked as far as this
+// package can: size, version, flags, reserved fields, and out fields zeroed. It fills the out fields and returns 0,
+// or returns an errno and nothing of the struct reaches the caller. No method may wait on a drive.
 type Handler interface {
 	Hello(*Hello) Errno
 	Drives(*Drives) Errno
@@ -140,10 +140,11 @@ func (v verb) with(flags uint16, c choice) verb {
 	return v
 }
 
-// Dispatch serves one ioctl. in is the caller's struct, already private to this process; out is what goes back, as long as in. It is
-// cleared first, because the mount's buffers are recycled. With an errno the caller's own bytes go back: FUSE copies the output
-// whatever the result, and a request that can be repeated must survive its EAGAIN. Checks are made in this order: number,
-// version, size, flags, the handle's rights, reserved fields; then the verb's own.
+// Dispatch serves one ioctl. in is the caller's struct, already private to this process; out is what goes back, as
+// long as in. It is cleared first, because the mount's buffers are recycled. With an errno the caller's own bytes go
+// back: FUSE copies the output whatever the result, and a request that can be repeated must survive its EAGAIN.
+// Checks are made in this order: number, version, size, flags, the handle's rights, reserved fields; then the verb's
+// own.
 func Dispatch(h Handler, writable bool, cmd uint32, in, out []byte) Errno {
 	clear(out)
 	errno := dispatch(h, writable, cmd, in, out)

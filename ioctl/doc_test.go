@@ -120,6 +120,7 @@ func TestDocExampleCompiles(t *testing.T) {
 	require.True(t, ok)
 	file := filepath.Join(t.TempDir(), "example.c")
 	require.NoError(t, os.WriteFile(file, []byte(program), 0o644))
-	out, err := exec.Command(cc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-I../include", file).CombinedOutput()
+	flags := []string{"-std=c11", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", "-I../include"}
+	out, err := exec.Command(cc, append(flags, file)...).CombinedOutput()
 	require.NoError(t, err, "%s", out)
 }

@@ -14,8 +14,8 @@ import (
 	"unicode"
 )
 
-// cHeader makes include/tuttifs.h: constants, structs and their comments taken from the Go sources of the ABI, sizes asserted.
-// The generator lives with the tests so that the product does not carry a Go parser.
+// cHeader makes include/tuttifs.h: constants, structs and their comments taken from the Go sources of the ABI, sizes
+// asserted. The generator lives with the tests so that the product does not carry a Go parser.
 func cHeader() ([]byte, error) {
 	fset := token.NewFileSet()
 	var files []*ast.File
@@ -26,7 +26,8 @@ func cHeader() ([]byte, error) {
 		}
 		files = append(files, f)
 	}
-	// Only constants are wanted of the type checker; imports and this package's other files are unknown to it, and not needed.
+	// Only constants are wanted of the type checker; imports and this package's other files are unknown to it, and
+	// not needed.
 	conf := types.Config{Error: func(error) {}, IgnoreFuncBodies: true}
 	pkg, _ := conf.Check("ioctl", fset, files, nil)
 	h := header{scope: pkg.Scope(), sizes: structSizes()}

@@ -85,8 +85,8 @@ func layoutProgram() (source, want string) {
 	return src.String(), out.String()
 }
 
-// TestStructsHaveNoHiddenPadding: every byte of every struct belongs to a field, so nothing of the daemon's memory leaks and all
-// compilers agree.
+// TestStructsHaveNoHiddenPadding: every byte of every struct belongs to a field, so nothing of the daemon's memory
+// leaks and all compilers agree.
 func TestStructsHaveNoHiddenPadding(t *testing.T) {
 	for _, s := range abiStructs() {
 		var at uintptr

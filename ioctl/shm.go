@@ -6,12 +6,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// populateMax bounds what is faulted in up front: a first fault costs 25 us a page, but a huge region should not stall its maker
-// for seconds.
+// populateMax bounds what is faulted in up front: a first fault costs 25 us a page, but a huge region should not
+// stall its maker for seconds.
 const populateMax = 1 << 30
 
-// NewSharedMemory makes a memfd of n bytes, sealed against shrinking, growing and further sealing, so that neither side can
-// make the other fault, and maps it. The caller closes the descriptor when it has been sent, and unmaps with Unmap.
+// NewSharedMemory makes a memfd of n bytes, sealed against shrinking, growing and further sealing, so that neither
+// side can make the other fault, and maps it. The caller closes the descriptor when it has been sent, and unmaps with
+// Unmap.
 func NewSharedMemory(name string, n uint64) (fd int, b []byte, err error) {
 	if n == 0 || n > 1<<46 {
 		return -1, nil, fmt.Errorf("ioctl: shared memory of %d bytes: %w", n, EINVAL)
