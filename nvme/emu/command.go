@@ -38,6 +38,7 @@ type command struct {
 	moved    bool      // the transfer is over; only the completion is waited for
 	done     bool      // in-order queues: may be published
 	lost     bool      // in-order queues: never published
+	refused  bool      // by the kernel, as it was; goes through the drive's own calls
 	conflict bool      // its id belongs to another command
 
 	progress uint32 // bytes that io_uring has transferred so far
@@ -51,7 +52,7 @@ type byteRange struct{ off, n int64 }
 func (c *command) reset() {
 	c.next, c.status, c.fua, c.fault = nil, nvme.Success, false, Fault{}
 	c.grants, c.ranges = c.grants[:0], c.ranges[:0]
-	c.moved, c.done, c.lost, c.conflict = false, false, false, false
+	c.moved, c.done, c.lost, c.conflict, c.refused = false, false, false, false, false
 	c.progress, c.first, c.off, c.n, c.result = 0, 0, 0, 0, 0
 	c.data.reset()
 }

@@ -2,8 +2,8 @@ package emu
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math/rand/v2"
-	"os"
 	"path/filepath"
 	"testing"
 	"time"
@@ -21,6 +21,10 @@ func words(b []byte) []uint64 {
 
 func fill(b []byte, seed uint64) {
 	r := rand.New(rand.NewPCG(seed, 1))
+	for len(b) >= 8 {
+		binary.LittleEndian.PutUint64(b, r.Uint64())
+		b = b[8:]
+	}
 	for i := range b {
 		b[i] = byte(r.Uint32())
 	}
@@ -40,10 +44,7 @@ func TestReadBackMemory(t *testing.T) {
 
 func fileDrive(t testing.TB, size int64) drive.Drive {
 	t.Helper()
-	dir, err := os.MkdirTemp(".", "drive-")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	path := filepath.Join(dir, "d")
+	path := filepath.Join(t.TempDir(), "d")
 	require.NoError(t, drive.Create(path, size))
 	d, err := drive.Open(path, drive.Options{})
 	require.NoError(t, err)

@@ -7,9 +7,18 @@ import (
 // inline is the way to a memory drive: the poller copies.
 const inline Backend = "memory"
 
+// inline says whether the poller serves the command itself: transfers of memory drives, and what asks for nothing. Ranges
+// go to workers even there, since they may be as long as the namespace.
+func (c *command) inline() bool {
+	if c.kind == doZeroes || c.kind == doDiscard {
+		return len(c.ranges) == 0
+	}
+	return c.queue.backend == inline
+}
+
 // serveMemory moves a read or write between a memory drive and the executor. A flush has nothing to do.
 func (c *command) serveMemory() {
-	if c.kind == doFlush {
+	if c.kind != doRead && c.kind != doWrite {
 		return
 	}
 	store := c.queue.controller.bytes[c.off : c.off+int64(c.n)]

@@ -263,14 +263,11 @@ func (p *Poller) Run() {
 			idle = time.Time{}
 			continue
 		}
-		if p.waitRing() {
-			continue
-		}
 		now := time.Now()
 		if idle.IsZero() {
 			idle = now
 		}
-		if now.Sub(idle) < p.cfg.Spin {
+		if now.Sub(idle) < p.cfg.Spin || p.waitRing() {
 			continue
 		}
 		if p.rest() {

@@ -257,7 +257,7 @@ func (p *Poller) begin(c *command) {
 			return
 		}
 	}
-	if c.queue.backend == inline {
+	if c.inline() {
 		c.queue.copied += int(c.n)
 		c.serveMemory()
 		p.end(c)
@@ -356,9 +356,8 @@ func (q *Queue) publish() int {
 	}
 	batch := q.ready[:n]
 	kept := 0
-	for i, c := range batch {
+	for _, c := range batch {
 		if q.postOne(c) {
-			batch[i] = nil // kept may be i
 			batch[kept] = c
 			kept++
 		}

@@ -251,6 +251,11 @@ func (r *ring) reap(p *Poller) int {
 		case e.res < 0 && (errno == syscall.EAGAIN || errno == syscall.EINTR):
 			r.postpone(c)
 			continue
+		case e.res < 0 && c.refusedAsIs(errno):
+			r.inflight--
+			p.blocked++
+			p.workers.submit(c)
+			continue
 		case e.res < 0:
 			c.status = c.statusOf(errno)
 		case e.res == 0:

@@ -67,6 +67,11 @@ func (w *workers) submit(c *command) {
 func (w *workers) run() {
 	defer w.all.Done()
 	var bounce []byte
+	defer func() {
+		if bounce != nil {
+			drive.FreeBuffer(bounce)
+		}
+	}()
 	for {
 		w.mu.Lock()
 		for w.first == nil && !w.closed {
@@ -150,13 +155,25 @@ func (c *command) serveRanges() error {
 // bounced says whether the transfer goes through a worker's own aligned memory.
 func (c *command) bounced() bool {
 	ct := c.queue.controller
-	return c.data.bucket || ct.fd < 0 || !c.data.aligned(ct.memAlign)
+	return c.refused || c.data.bucket || ct.fd < 0 || !c.data.aligned(ct.memAlign)
+}
+
+// refusedAsIs says whether the kernel refused the transfer's form, before anything moved: direct I/O that wants more
+// alignment than the drive's LBA, or a filesystem without synchronous writes. The drive's own calls do without.
+func (c *command) refusedAsIs(err error) bool {
+	if c.refused || c.progress > 0 || !errors.Is(err, syscall.EINVAL) && !errors.Is(err, syscall.EOPNOTSUPP) {
+		return false
+	}
+	c.refused = true
+	return true
 }
 
 func (c *command) serveTransfer(bounce *[]byte) error {
 	ct := c.queue.controller
 	if !c.bounced() {
-		return c.vectored(ct.fd)
+		if err := c.vectored(ct.fd); err == nil || !c.refusedAsIs(err) {
+			return err
+		}
 	}
 	if len(c.data.list) == 1 && !c.data.bucket && c.data.aligned(ct.memAlign) {
 		return c.plain(c.data.bytesAt(0))
