@@ -274,12 +274,17 @@ func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
 		byDrive[m] = append(byDrive[m], s)
 	}
 	var members []*member
+	blocks := map[*member]int{}
 	for m, list := range byDrive {
 		members = append(members, m)
+		for _, s := range list {
+			blocks[m] += int(s.n)
+		}
 		sort.Slice(list, func(i, j int) bool { return list[i].unit < list[j].unit })
 	}
 	return eachMember(members, func(m *member) error {
-		w := tableWriter{v: v, m: m, copy: copy, sequence: sequence, buffer: drive.AlignedBuffer(writeBlocks * ondisk.BlockBytes)}
+		w := tableWriter{v: v, m: m, copy: copy, sequence: sequence}
+		w.buffer = drive.AlignedBuffer(min(writeBlocks, blocks[m]) * ondisk.BlockBytes)
 		for _, s := range byDrive[m] {
 			if err := w.add(s); err != nil {
 				return err

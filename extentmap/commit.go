@@ -37,11 +37,15 @@ type freed struct {
 // Begin starts a transaction.
 func (v *Volume) Begin() *Transaction { return &Transaction{v: v} }
 
-// Put commits a record; Sequence is filled in. flush has a bit for every drive index whose payload writes must be
+// Put commits the record of an allocated slot; Sequence is filled in. flush has a bit for every drive index whose payload writes must be
 // durable first.
 func (t *Transaction) Put(p *Pool, slot uint32, r *ondisk.Record, flush uint64) {
 	if p.rowOf(slot) == nil {
 		t.bad = fmt.Errorf("%w: pool %d has no slot %d", ErrInvalid, p.id, slot)
+		return
+	}
+	if !p.isBusy(slot) {
+		t.bad = fmt.Errorf("%w: slot %d of pool %d is not allocated", ErrInvalid, slot, p.id)
 		return
 	}
 	r.Sequence = t.v.commits.Add(1) - 1

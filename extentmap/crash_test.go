@@ -164,7 +164,7 @@ func TestCrashAtAnyWrite(t *testing.T) {
 
 // crashTest works on what images hold, which may itself be what a crash left, and cuts. Of some cuts it goes on
 // depth levels deeper, so that what one crash left unused in the journal could come to life after the next.
-func crashTest(t *testing.T, images [][]byte, steps, every int, seed uint64, depth int) {
+func crashTest(t *testing.T, images []*maptest.Image, steps, every int, seed uint64, depth int) {
 	set := maptest.FromImages(images)
 	before := set.Images()
 	set.Record()
@@ -193,7 +193,7 @@ func crashTest(t *testing.T, images [][]byte, steps, every int, seed uint64, dep
 		}
 		image := cutter.Cut()
 		if depth > 0 && cuts%100 == 0 {
-			crashTest(t, clone(image), 6, 2, seed+uint64(n), depth-1)
+			crashTest(t, maptest.Clone(image), 6, 2, seed+uint64(n), depth-1)
 		}
 		checkCut(t, image, w.states, acked, n)
 		if t.Failed() {
@@ -203,16 +203,8 @@ func crashTest(t *testing.T, images [][]byte, steps, every int, seed uint64, dep
 	t.Logf("%d cuts of %d steps", cuts, len(w.states))
 }
 
-func clone(images [][]byte) [][]byte {
-	out := make([][]byte, len(images))
-	for i := range images {
-		out[i] = append([]byte(nil), images[i]...)
-	}
-	return out
-}
-
 // checkCut mounts an image read-only, then read-write, cuts the recovering mount too, and mounts once more.
-func checkCut(t *testing.T, image [][]byte, states []string, acked, n int) {
+func checkCut(t *testing.T, image []*maptest.Image, states []string, acked, n int) {
 	legal := func(got string) bool {
 		return got == states[acked] || acked+1 < len(states) && got == states[acked+1]
 	}

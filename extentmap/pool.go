@@ -421,6 +421,13 @@ func (p *Pool) bit(slot uint32) (word int, mask uint64, residue uint32) {
 	return int((n*w+residue)*p.setWords + set/64), 1 << (set % 64), residue
 }
 
+func (p *Pool) isBusy(slot uint32) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	word, mask, _ := p.bit(slot)
+	return p.busy[word]&mask != 0
+}
+
 // Alloc takes a free slot. With a parent slot (or NoSlot) it prefers the parent's drives and residue r+1. ok is false
 // when none is free now: Freeing tells whether waiting helps.
 func (p *Pool) Alloc(parent uint32) (slot uint32, ok bool) {

@@ -49,26 +49,25 @@ type Drive struct {
 	index int
 	name  string
 	lba   int
-	kind  drive.Kind
-	data  []byte
+	image *Image
 }
 
 var _ drive.Drive = (*Drive)(nil)
 
 // NewSet makes zeroed drives of the given sizes.
 func NewSet(sizes ...int64) *Set {
-	s := &Set{}
-	for i, n := range sizes {
-		s.drives = append(s.drives, &Drive{set: s, index: i, name: fmt.Sprintf("mem%d", i), lba: 512, kind: drive.Memory, data: make([]byte, n)})
+	var images []*Image
+	for _, n := range sizes {
+		images = append(images, NewImage(n))
 	}
-	return s
+	return FromImages(images)
 }
 
-// FromImages makes drives that hold the given bytes.
-func FromImages(images [][]byte) *Set {
+// FromImages makes drives that hold copies of the images.
+func FromImages(images []*Image) *Set {
 	s := &Set{}
-	for i, b := range images {
-		s.drives = append(s.drives, &Drive{set: s, index: i, name: fmt.Sprintf("mem%d", i), lba: 512, kind: drive.Memory, data: b})
+	for i, m := range images {
+		s.drives = append(s.drives, &Drive{set: s, index: i, name: fmt.Sprintf("mem%d", i), lba: 512, image: m.Clone()})
 	}
 	return s
 }
@@ -90,12 +89,12 @@ func (s *Set) Drives() []drive.Drive {
 }
 
 // Images copies what the drives hold now.
-func (s *Set) Images() [][]byte {
+func (s *Set) Images() []*Image {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	var out [][]byte
+	var out []*Image
 	for _, d := range s.drives {
-		out = append(out, append([]byte(nil), d.data...))
+		out = append(out, d.image.Clone())
 	}
 	return out
 }
@@ -152,7 +151,7 @@ func (s *Set) do(op Op, f func()) error {
 }
 
 func (d *Drive) inside(off, n int64) error {
-	if off < 0 || n < 0 || off+n > int64(len(d.data)) {
+	if off < 0 || n < 0 || off+n > d.image.Size() {
 		return drive.ErrRange
 	}
 	return nil
@@ -164,7 +163,7 @@ func (d *Drive) ReadAt(p []byte, off int64) error {
 	}
 	d.set.mu.Lock()
 	defer d.set.mu.Unlock()
-	copy(p, d.data[off:])
+	d.image.ReadAt(p, off)
 	return nil
 }
 
@@ -172,7 +171,7 @@ func (d *Drive) WriteAt(p []byte, off int64) error {
 	if err := d.inside(off, int64(len(p))); err != nil {
 		return err
 	}
-	return d.set.do(Op{Kind: Write, Drive: d.index, Off: off, Data: p}, func() { copy(d.data[off:], p) })
+	return d.set.do(Op{Kind: Write, Drive: d.index, Off: off, Data: p}, func() { d.image.WriteAt(p, off) })
 }
 
 func (d *Drive) Flush() error { return d.set.do(Op{Kind: Flush, Drive: d.index}, nil) }
@@ -182,36 +181,32 @@ func (d *Drive) Discard(off, n int64) error {
 	if err := d.inside(off, n); err != nil {
 		return err
 	}
-	return d.set.do(Op{Kind: Discard, Drive: d.index, Off: off, N: n}, func() {
-		for i := range d.data[off : off+n] {
-			d.data[off+int64(i)] = 0xdd
-		}
-	})
+	return d.set.do(Op{Kind: Discard, Drive: d.index, Off: off, N: n}, func() { d.image.fill(off, n) })
 }
 
 func (d *Drive) WriteZeroes(off, n int64) error { return d.WriteAt(make([]byte, n), off) }
-func (d *Drive) Size() int64                    { return int64(len(d.data)) }
+func (d *Drive) Size() int64                    { return d.image.Size() }
 func (d *Drive) LBABytes() int                  { return d.lba }
-func (d *Drive) Kind() drive.Kind               { return d.kind }
+func (d *Drive) Kind() drive.Kind               { return drive.Memory }
 func (d *Drive) Direct() bool                   { return true }
 func (d *Drive) Name() string                   { return d.name }
 func (d *Drive) Fd() int                        { return -1 }
-func (d *Drive) Bytes() []byte                  { return d.data }
+func (d *Drive) Bytes() []byte                  { return nil }
 func (d *Drive) Close() error                   { return nil }
 
 // Cutter plays power cuts over a log: after each operation it can say what the drives might hold.
 type Cutter struct {
 	log     []Op
 	next    int
-	durable [][]byte // writes up to each drive's last flush
+	durable []*Image // writes up to each drive's last flush
 	pending [][]Op   // writes since
 	marks   []int
 	rng     *rand.Rand
 }
 
 // NewCutter starts from the drives' contents before the log.
-func NewCutter(before [][]byte, log []Op, seed uint64) *Cutter {
-	return &Cutter{log: log, durable: before, pending: make([][]Op, len(before)), rng: rand.New(rand.NewPCG(seed, 1))}
+func NewCutter(before []*Image, log []Op, seed uint64) *Cutter {
+	return &Cutter{log: log, durable: Clone(before), pending: make([][]Op, len(before)), rng: rand.New(rand.NewPCG(seed, 1))}
 }
 
 // Step takes one operation; false at the end.
@@ -235,14 +230,12 @@ func (c *Cutter) Step() (Op, bool) {
 	return op, true
 }
 
-func apply(b []byte, op Op) {
+func apply(m *Image, op Op) {
 	if op.Kind == Write {
-		copy(b[op.Off:], op.Data)
+		m.WriteAt(op.Data, op.Off)
 		return
 	}
-	for i := op.Off; i < op.Off+op.N; i++ {
-		b[i] = 0xdd
-	}
+	m.fill(op.Off, op.N)
 }
 
 // Marks are the notes acknowledged so far.
@@ -250,11 +243,11 @@ func (c *Cutter) Marks() []int { return c.marks }
 
 // Cut is what the drives might hold if the power failed now: everything flushed, and of the rest nothing, everything,
 // or a random choice of whole writes or of single sectors.
-func (c *Cutter) Cut() [][]byte {
+func (c *Cutter) Cut() []*Image {
 	mode := c.rng.IntN(4)
-	var out [][]byte
+	var out []*Image
 	for d, durable := range c.durable {
-		b := append([]byte(nil), durable...)
+		b := durable.Clone()
 		for _, op := range c.pending[d] {
 			switch {
 			case mode == 0:
@@ -263,7 +256,7 @@ func (c *Cutter) Cut() [][]byte {
 			case mode == 3 && op.Kind == Write:
 				for off := 0; off < len(op.Data); off += SectorBytes {
 					if c.rng.IntN(2) == 0 {
-						copy(b[op.Off+int64(off):], op.Data[off:min(off+SectorBytes, len(op.Data))])
+						b.WriteAt(op.Data[off:min(off+SectorBytes, len(op.Data))], op.Off+int64(off))
 					}
 				}
 			}
