@@ -157,7 +157,7 @@ func TestCrashAtAnyWrite(t *testing.T) {
 			// Sixteen journal blocks: the ring wraps, and checkpoints are forced.
 			set := maptest.NewSet(sizes...)
 			format(t, set.Drives(), extentmap.FormatOptions{JournalBytes: 64 << 10})
-			crashTest(t, set.Images(), steps, every, uint64(i), 1)
+			crashTest(t, set.Snapshot(), steps, every, uint64(i), 1)
 		})
 	}
 }
@@ -166,7 +166,7 @@ func TestCrashAtAnyWrite(t *testing.T) {
 // depth levels deeper, so that what one crash left unused in the journal could come to life after the next.
 func crashTest(t *testing.T, images []*maptest.Image, steps, every int, seed uint64, depth int) {
 	set := maptest.FromImages(images)
-	before := set.Images()
+	before := set.Snapshot()
 	set.Record()
 	discard := true
 	v := open(t, set.Drives(), extentmap.Options{Discard: &discard})
@@ -216,7 +216,7 @@ func checkCut(t *testing.T, image []*maptest.Image, states []string, acked, n in
 	ro.Abandon()
 	require.Truef(t, legal(first), "cut at operation %d after step %d: state is\n%s\nlegal are\n%s\nand the next", n, acked, first, states[acked])
 
-	base := set.Images()
+	base := set.Snapshot()
 	set.Record()
 	v, err := extentmap.OpenDrives(set.Drives(), extentmap.Options{})
 	require.NoErrorf(t, err, "cut at operation %d", n)

@@ -363,7 +363,7 @@ func TestFormatKnowsSignatures(t *testing.T) {
 func TestFormatIsAllOrNothing(t *testing.T) {
 	set := maptest.NewSet(8*mib, 8*mib)
 	format(t, set.Drives(), extentmap.FormatOptions{Label: "old"})
-	before := set.Images()
+	before := set.Snapshot()
 	set.Record()
 	format(t, set.Drives(), extentmap.FormatOptions{Label: "new", Force: true})
 	for seed := range uint64(4) {

@@ -462,7 +462,7 @@ func TestDamagedTables(t *testing.T) {
 	want := committed(p)
 	require.NoError(t, v.Close())
 	// Tables lie in the highest segment.
-	images := set.Images()
+	images := set.Snapshot()
 	table := (8*mib/(256<<10) - 2) * (256 << 10)
 	flip := func(images []*maptest.Image, d int) { images[d].Add(int64(table)+1000, 1) }
 	one := maptest.Clone(images)
@@ -507,7 +507,7 @@ func TestDamagedJournal(t *testing.T) {
 	want := committed(p)
 	v.Abandon()
 	first := set.Log()[0].Off
-	images := set.Images()
+	images := set.Snapshot()
 	one := maptest.Clone(images)
 	one[0].Add(first+200, 1)
 	v = open(t, maptest.FromImages(maptest.Clone(one)).Drives(), extentmap.Options{})

@@ -1,7 +1,5 @@
 package maptest
 
-import "bytes"
-
 const pageBytes = 4096
 
 // Image is the content of a drive. Clones share pages until one of them writes, so thousands of them are cheap.
@@ -83,6 +81,3 @@ func (m *Image) Bytes() []byte {
 	m.ReadAt(b, 0)
 	return b
 }
-
-// Equal compares contents.
-func (m *Image) Equal(o *Image) bool { return bytes.Equal(m.Bytes(), o.Bytes()) }

@@ -63,11 +63,29 @@ func NewSet(sizes ...int64) *Set {
 	return FromImages(images)
 }
 
+// Content is what a drive may be made from.
+type Content interface{ []byte | *Image }
+
+func imagesOf[T Content](contents []T) []*Image {
+	var out []*Image
+	for _, c := range contents {
+		switch c := any(c).(type) {
+		case []byte:
+			m := NewImage(int64(len(c)))
+			m.WriteAt(c, 0)
+			out = append(out, m)
+		case *Image:
+			out = append(out, c.Clone())
+		}
+	}
+	return out
+}
+
 // FromImages makes drives that hold copies of the images.
-func FromImages(images []*Image) *Set {
+func FromImages[T Content](images []T) *Set {
 	s := &Set{}
-	for i, m := range images {
-		s.drives = append(s.drives, &Drive{set: s, index: i, name: fmt.Sprintf("mem%d", i), lba: 512, image: m.Clone()})
+	for i, m := range imagesOf(images) {
+		s.drives = append(s.drives, &Drive{set: s, index: i, name: fmt.Sprintf("mem%d", i), lba: 512, image: m})
 	}
 	return s
 }
@@ -89,7 +107,16 @@ func (s *Set) Drives() []drive.Drive {
 }
 
 // Images copies what the drives hold now.
-func (s *Set) Images() []*Image {
+func (s *Set) Images() [][]byte {
+	var out [][]byte
+	for _, m := range s.Snapshot() {
+		out = append(out, m.Bytes())
+	}
+	return out
+}
+
+// Snapshot is what the drives hold now, cheaply.
+func (s *Set) Snapshot() []*Image {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var out []*Image
@@ -205,8 +232,8 @@ type Cutter struct {
 }
 
 // NewCutter starts from the drives' contents before the log.
-func NewCutter(before []*Image, log []Op, seed uint64) *Cutter {
-	return &Cutter{log: log, durable: Clone(before), pending: make([][]Op, len(before)), rng: rand.New(rand.NewPCG(seed, 1))}
+func NewCutter[T Content](before []T, log []Op, seed uint64) *Cutter {
+	return &Cutter{log: log, durable: imagesOf(before), pending: make([][]Op, len(before)), rng: rand.New(rand.NewPCG(seed, 1))}
 }
 
 // Step takes one operation; false at the end.
