@@ -1,5 +1,7 @@
 package ioctl
 
+//go:generate go test -run Header|Doc -update .
+
 import "unsafe"
 
 // Fields of an ioctl number as asm-generic/ioctl.h lays them out (amd64 and arm64 alike).
