@@ -3,7 +3,6 @@ package gio
 import (
 	"errors"
 	"fmt"
-	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -62,6 +61,7 @@ type Ring struct {
 	drives  []int16 // index of a drive's queue in a lane, -1 for none
 	prp     prpTable
 	user    []byte // what is left of DMA
+	spins   int    // looks at all lanes before a wait naps
 	scratch scratch
 	regions [RegionsMax + 1]region
 
@@ -101,6 +101,7 @@ func NewRing(c RingConfig) (*Ring, error) {
 		r.lanes = append(r.lanes, l)
 	}
 	r.alive.Store(int32(len(r.lanes)))
+	r.spins = max(spinLeast, spinLooks/len(r.lanes))
 	return r, nil
 }
 
@@ -314,10 +315,13 @@ func (r *Ring) expire(t *Ticket, over bool) {
 	}
 }
 
-// spins of a wait before it sleeps: with a yield each they take about as long as a fast drive needs for a command.
+// A wait looks at its lanes again and again before it naps, for about as long as a fast drive needs for a command. It
+// never calls runtime.Gosched: threads of engines are locked to their goroutines, and there every call parks the thread
+// and wakes another one to wake it again.
 const (
-	spins      = 400
-	napShort   = 20 * time.Microsecond
+	spinLooks  = 2000 // at single lanes
+	spinLeast  = 32
+	yieldEvery = 16
 	checkEvery = 64
 )
 
@@ -326,11 +330,9 @@ func (r *Ring) rest(idle int) {
 	switch {
 	case r.config.Step != nil:
 		r.config.Step()
-	case idle > spins:
-		time.Sleep(napShort)
-	case idle%16 == 15:
+	case idle > r.spins:
+		nap()
+	case idle%yieldEvery == yieldEvery-1:
 		osYield() // the controller's thread may share this core
-	default:
-		runtime.Gosched()
 	}
 }

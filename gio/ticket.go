@@ -114,7 +114,7 @@ func (r *Ring) Wait(t *Ticket) ([]Result, error) {
 			idle = 0
 			continue
 		}
-		if idle%checkEvery == checkEvery-1 || idle > spins {
+		if idle%checkEvery == checkEvery-1 || idle > r.spins {
 			now := time.Now()
 			if begin.IsZero() {
 				begin = now
