@@ -233,6 +233,9 @@ func (p *Pool) record(slot uint32) []byte {
 func (p *Pool) ID() PoolID             { return p.id }
 func (p *Pool) Layout() *stripe.Layout { return p.layout }
 
+// FamilyID is the pool's family, 0 for none; known before the pool is durable.
+func (p *Pool) FamilyID() uint16 { return p.family }
+
 // SlotBytes is what a slot occupies on the drives.
 func (p *Pool) SlotBytes() uint64   { return p.layout.SlotUnits() * ondisk.BlockBytes }
 func (p *Pool) SlotsPerRow() uint32 { return p.slotsPerRow }

@@ -83,8 +83,13 @@ func (g *Group) hit(tenant uint32, keys []Key, slots []uint32) int {
 			p.lookupOwn(tenant, keys[:limit], slots[j*len(keys):][:limit])
 		}
 	}
+	return g.longest(limit, len(keys), slots)
+}
+
+// longest finds the largest hit of at most limit keys that all TRAILING pools allow.
+func (g *Group) longest(limit, stride int, slots []uint32) int {
 	for n := limit; n > 0; {
-		shorter := g.trailingHit(n, len(keys), slots)
+		shorter := g.trailingHit(n, stride, slots)
 		if shorter == n {
 			return n
 		}

@@ -2,6 +2,7 @@ package gpufile
 
 import (
 	"cmp"
+	"math"
 	"slices"
 
 	"tuttifs/extentmap/ondisk"
@@ -35,20 +36,6 @@ func (p *Pool) Stats() Stats {
 	return st
 }
 
-// slots are those of the pool's rows.
-func (p *Pool) slots() uint64 {
-	free, freeing, used := p.m.Counts()
-	return uint64(free) + uint64(freeing) + uint64(used)
-}
-
-// capped bounds slots by the cap on live files.
-func (p *Pool) capped(slots uint64) uint64 {
-	if limit := uint64(p.m.Spec().MaxSlots); limit > 0 {
-		return min(slots, limit)
-	}
-	return slots
-}
-
 // Space is the truth behind df: Total is all that files could occupy, Used is committed and reserved slots, Free the rest,
 // Available what a store could use without evicting.
 type Space struct{ TotalBytes, UsedBytes, FreeBytes, AvailableBytes, Files, FilesMax uint64 }
@@ -62,6 +49,9 @@ func (s *Store) Space() Space {
 	pools := s.Pools()
 	if len(pools) == 0 {
 		return Space{TotalBytes: left, FreeBytes: left, AvailableBytes: left}
+	}
+	if len(pools) == 1 {
+		left = math.MaxInt64 // nobody to share with: the volume knows best how many rows will fit
 	}
 	slices.SortStableFunc(pools, func(a, b *Pool) int { return cmp.Compare(b.fill(), a.fill()) })
 	for _, p := range pools {
@@ -83,20 +73,28 @@ func (p *Pool) rowCost() uint64 {
 
 // addSpace adds a pool's part, and returns what it could take of the volume's unassigned bytes.
 func (p *Pool) addSpace(sp *Space, left uint64) (taken uint64) {
-	p.mu.RLock()
-	defer p.mu.RUnlock()
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	size, per := p.m.SlotBytes(), uint64(p.m.SlotsPerRow())
-	live, have := p.files+p.reserved, p.slots()
+	room := p.room()
+	live, have := p.files+p.reserved, uint64(room.total)+per*uint64(len(p.growth.tickets))
 	rows := uint64(0)
 	if most := uint64(p.m.Capacity()); most > have {
 		rows = min((most-have+per-1)/per, left/p.rowCost())
 	}
 	most := max(p.capped(have+rows*per), live)
-	ready, freeing, _ := p.m.Counts()
 	sp.Files += p.files
 	sp.FilesMax += most
 	sp.UsedBytes += live * size
 	sp.FreeBytes += (most - live) * size
-	sp.AvailableBytes += min(uint64(ready)+uint64(freeing)+uint64(len(p.toFree))+rows*per, most-live) * size
+	sp.AvailableBytes += min(uint64(room.free+room.coming)+rows*per, most-live) * size
 	return rows * p.rowCost()
+}
+
+// capped bounds slots by the cap on live files.
+func (p *Pool) capped(slots uint64) uint64 {
+	if limit := uint64(p.m.Spec().MaxSlots); limit > 0 {
+		return min(slots, limit)
+	}
+	return slots
 }

@@ -113,15 +113,17 @@ func (s *Store) attach(m *extentmap.Pool) error {
 		set.byName[p.Name()] = p
 	}
 	set.families = make(map[uint16]*Group)
-	for _, f := range s.v.Families() {
-		g := &Group{id: familyGroup | uint32(f.ID)}
-		for _, id := range slices.Sorted(slices.Values(f.Pools)) {
-			if int(id) < len(set.byID) && set.byID[id] != nil {
-				g.pools = append(g.pools, set.byID[id])
-				g.trailing = append(g.trailing, set.byID[id].m.Spec().TrailingHit)
-			}
+	for _, p := range set.list {
+		id := p.m.FamilyID()
+		if id == 0 {
+			continue
 		}
-		set.families[f.ID] = g
+		g := set.families[id]
+		if g == nil {
+			g = &Group{id: familyGroup | uint32(id)}
+			set.families[id] = g
+		}
+		g.pools, g.trailing = append(g.pools, p), append(g.trailing, p.m.Spec().TrailingHit)
 	}
 	s.set.Store(set)
 	return nil
