@@ -162,8 +162,8 @@ func (p *Pool) doom(slot uint32) {
 	p.toFree = append(p.toFree, slot)
 }
 
-// flushFrees hands freed slots to the journal. What it has no room for now waits for the store's worker.
-func (p *Pool) flushFrees() {
+// flushFrees hands freed slots to the journal. What it has no room for now (again) waits for the store's worker.
+func (p *Pool) flushFrees() (again bool) {
 	for len(p.toFree) > 0 {
 		n := min(len(p.toFree), freeBatch)
 		t := p.s.v.Begin()
@@ -178,12 +178,12 @@ func (p *Pool) flushFrees() {
 		if _, err := t.Submit(done); err != nil {
 			if errors.Is(err, extentmap.ErrAgain) {
 				p.s.kick()
-				return
+				return true
 			}
 			// The volume takes nothing any more: what the records say is found at the next mount.
 			completeAll(p.freeWaiters, err)
 			p.freeWaiters = nil
-			return
+			return false
 		}
 		if done != nil {
 			p.freeWaiters = nil
@@ -195,6 +195,7 @@ func (p *Pool) flushFrees() {
 		completeAll(p.freeWaiters, nil)
 		p.freeWaiters = nil
 	}
+	return false
 }
 
 func completeAll(tickets []*extentmap.Ticket, err error) {

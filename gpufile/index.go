@@ -181,7 +181,13 @@ func (t *table) insert(v uint64) bool {
 // remove takes a key's entry out; it must be there.
 func (x *index) remove(k *Key, slot uint32) {
 	t := &x.shards[k[0]]
-	v := x.entry(k, slot)
+	t.remove(x.entry(k, slot))
+	if t.size > 512 && uint64(t.count)*100 < t.size*loadMin {
+		t.resize(uint64(t.count)*100/loadNew + 8)
+	}
+}
+
+func (t *table) remove(v uint64) {
 	i := home(v, t.size)
 	for t.b[i] < v {
 		i++
@@ -193,9 +199,6 @@ func (x *index) remove(k *Key, slot uint32) {
 	copy(t.b[i:j-1], t.b[i+1:j])
 	t.b[j-1] = empty
 	t.count--
-	if t.size > 512 && uint64(t.count)*100 < t.size*loadMin {
-		t.resize(uint64(t.count)*100/loadNew + 8)
-	}
 }
 
 // tableWords is the length of a table of size homes.

@@ -12,7 +12,7 @@ import (
 	"tuttifs/extentmap"
 )
 
-var propertySeeds = flag.Int("property-seeds", 3, "random histories per policy")
+var propertySeeds = flag.Int("property-seeds", 2, "random histories per policy")
 
 // model is the pool as a map: what was committed, and may since have been evicted; what was unlinked cannot come back.
 type model struct {
@@ -45,7 +45,7 @@ func history(t *testing.T, policy string, seed uint64) {
 	}
 	w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 120 })
 	x.attach()
-	for step := range 400 {
+	for step := range 300 {
 		x.step(t)
 		if step%10 == 0 {
 			x.check(t)

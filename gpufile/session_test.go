@@ -426,7 +426,7 @@ func TestRaces(t *testing.T) {
 	w := newWorld(t, 2, 24*mib, Options{NoIO: true})
 	p := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 300 })
 	g := w.s.GroupOfPool(p.ID())
-	const rounds = 150
+	const rounds = 400
 	var wg sync.WaitGroup
 	for e := range 4 {
 		wg.Go(func() { raceEngine(t, w, p, g, uint64(e), rounds) })

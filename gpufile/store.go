@@ -196,7 +196,7 @@ func (p *Pool) shut(deadline time.Time) {
 			p.toFree = append(p.toFree, uint32(slot))
 		}
 	}
-	for p.flushFrees(); len(p.toFree) > 0 && time.Now().Before(deadline); p.flushFrees() {
+	for p.flushFrees() && time.Now().Before(deadline) {
 		time.Sleep(retryEvery)
 	}
 	completeAll(p.freeWaiters, ErrSession)
