@@ -362,6 +362,36 @@ func TestWholeWay(t *testing.T) {
 	tuttifs(t, "umount", dir)
 }
 
+// Every kind of geometry makes the whole way: ranks, split K and V, latents, indexers, layers of several objects,
+// windows that are smaller than a request.
+func TestReplayGeometries(t *testing.T) {
+	paths := formatted(t, 3, "512m")
+	dir := mounted(t, paths[0], "-o", "pollers=2")
+	trace := smallTrace(t, 12)
+	for name, flags := range map[string]string{
+		"ranks":   "--model llama3-70b --scale 4096 --ranks 2",
+		"split":   "--model qwen3-32b --scale 2048 --split --ranks 4",
+		"latent":  "--model deepseek-v3 --scale 512",
+		"indexer": "--model deepseek-v3.2 --scale 512",
+		"tiny":    "--model tiny --scale 64 --lanes 2",
+		"own":     "--layers 3 --kv-heads 2 --head-dim 8 --dtype-bytes 1 --block-tokens 16",
+		"narrow":  "--model llama3-8b --scale 512 --memory 256k",
+		"large":   "--model llama3-8b --scale 8 --block-tokens 1024 --requests 2",
+	} {
+		t.Run(name, func(t *testing.T) {
+			args := append([]string{"replay", "--json", "--pool", name}, strings.Fields(flags)...)
+			first := decode[replayDocument](t, tuttifs(t, append(args, trace, dir)...))
+			require.Zero(t, first.VerifyFailures)
+			require.Positive(t, first.BytesWritten)
+			again := decode[replayDocument](t, tuttifs(t, append(args, trace, dir)...))
+			require.Zero(t, again.VerifyFailures)
+			require.Equal(t, 1.0, again.HitRate)
+		})
+	}
+	refused(t, 1, "raise --memory", "replay", "--memory", "64k", trace, dir)
+	refused(t, 1, "exists", "replay", "--pool", "own", trace, dir)
+}
+
 func TestKilledDaemon(t *testing.T) {
 	paths := formatted(t, 2, "256m")
 	dir := mounted(t, paths[0])

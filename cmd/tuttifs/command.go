@@ -88,8 +88,7 @@ func runMain(ctx context.Context, e *env, argv []string) int {
 		c, rest = newMount(), args
 	}
 	if c == nil {
-		fmt.Fprintf(e.stderr, "tuttifs: unknown command %q; 'tuttifs --help' lists them\n", args[0])
-		return plainExits.usage
+		return unknownCommand(e, args[0])
 	}
 	e.prog = "tuttifs " + c.name
 	return runCommand(ctx, e, c, rest)
@@ -105,6 +104,22 @@ func findCommand(args []string) (*command, []string) {
 		}
 	}
 	return nil, nil
+}
+
+// unknownCommand says so, or names the members if it is a group.
+func unknownCommand(e *env, word string) int {
+	var members []string
+	for _, mk := range commands {
+		if name := mk().name; strings.HasPrefix(name, word+" ") {
+			members = append(members, "'tuttifs "+name+"'")
+		}
+	}
+	if members != nil {
+		fmt.Fprintf(e.stderr, "tuttifs: %q is one of %s\n", word, strings.Join(members, ", "))
+	} else {
+		fmt.Fprintf(e.stderr, "tuttifs: unknown command %q; 'tuttifs --help' lists them\n", word)
+	}
+	return plainExits.usage
 }
 
 // looksLikeMount recognises the form in which mount.fuse(8) calls a filesystem: SPEC DIR -o OPTIONS.

@@ -50,7 +50,7 @@ func TestUsageErrors(t *testing.T) {
 	}{
 		{"tuttifs", 2, "usage: tuttifs COMMAND"},
 		{"tuttifs frobnicate", 2, `unknown command "frobnicate"`},
-		{"tuttifs bench", 2, "unknown command"},
+		{"tuttifs bench", 2, "\"bench\" is one of 'tuttifs bench meta', 'tuttifs bench rings'"},
 		{"tuttifs mkfs", 2, "name 1 to 64 drives"},
 		{"tuttifs mkfs --nope x", 2, "unknown flag: --nope"},
 		{"tuttifs mkfs --size 12q x", 2, "not a size"},

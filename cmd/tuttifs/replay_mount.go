@@ -53,7 +53,8 @@ func openMountTarget(o *replayOptions) (t *mountTarget, err error) {
 	if t.mount, err = engine.Open(o.mount); err != nil {
 		return t, err
 	}
-	options := engine.SessionOptions{DMABytes: int(o.dmaBytes), Lanes: o.lanes}
+	bounce := bounceBytes(&geometry)
+	options := engine.SessionOptions{DMABytes: int(o.dmaBytes) + bounce, BounceBytes: bounce, Lanes: o.lanes}
 	if t.session, err = t.mount.NewSession(options); err != nil {
 		return t, err
 	}
@@ -73,6 +74,19 @@ func openMountTarget(o *replayOptions) (t *mountTarget, err error) {
 	}
 	t.evicted, err = t.evictedNow()
 	return t, err
+}
+
+// bounceCells is the memory for commands whose object ends within a unit: a drive transfers whole units, and what lies
+// behind the object in KV memory is not the drive's to overwrite.
+const bounceCells = 32 << 20
+
+func bounceBytes(g *stripe.Geometry) int {
+	for i := range g.Objects {
+		if o := &g.Objects[i]; !o.IsTrailer() && o.Bytes()%stripe.UnitBytes != 0 {
+			return bounceCells
+		}
+	}
+	return 0
 }
 
 // divideMemory fits as many slots' widest layer into a half as there is room for.
@@ -301,17 +315,20 @@ func (t *mountTarget) storeReserved(list []engine.Item, grants []engine.Grant) (
 			keys, fresh = append(keys, list[i].Key), append(fresh, grants[i])
 		}
 	}
-	for rank := range t.pool.Layout().Ranks() {
-		if len(fresh) > 0 {
-			n, err := t.storeRank(uint16(rank), keys, fresh)
-			if err != nil {
-				return bytes, err
-			}
-			bytes += n
+	var ranks []uint16
+	for rank := range uint16(t.pool.Layout().Ranks()) {
+		ranks = append(ranks, rank)
+		if len(fresh) == 0 {
+			continue
 		}
-		if err := t.pool.Commit(t.request, uint16(rank)); err != nil {
-			return bytes, fmt.Errorf("commit: %w", err)
+		n, err := t.storeRank(rank, keys, fresh)
+		if err != nil {
+			return bytes, err
 		}
+		bytes += n
+	}
+	if err := t.pool.CommitRanks(t.request, ranks...); err != nil {
+		return bytes, fmt.Errorf("commit: %w", err)
 	}
 	return bytes, nil
 }
