@@ -27,8 +27,8 @@ func (c *Control) listen() error {
 	if c.o.Shared {
 		dirMode, mode = 0o711, 0o666
 	}
-	if err := os.MkdirAll(c.o.SocketDir, dirMode); err != nil {
-		return fmt.Errorf("daemon: socket directory: %w (choose another)", err)
+	if err := makeSocketDir(c.o.SocketDir, dirMode); err != nil {
+		return err
 	}
 	u := c.uuid
 	name := fmt.Sprintf("%x-%x-%x-%x-%x.sock", u[0:4], u[4:6], u[6:8], u[8:10], u[10:])
@@ -49,6 +49,27 @@ func (c *Control) listen() error {
 		return errors.Join(fmt.Errorf("daemon: socket: %w", err), l.Close())
 	}
 	c.listener = l
+	return nil
+}
+
+// makeSocketDir makes the directory where it is missing. One that somebody else could change would let them put a
+// socket of their own in our place.
+func makeSocketDir(dir string, mode os.FileMode) error {
+	if err := os.MkdirAll(dir, mode); err != nil {
+		return fmt.Errorf("daemon: socket directory: %w (choose another)", err)
+	}
+	var st unix.Stat_t
+	if err := unix.Lstat(dir, &st); err != nil {
+		return fmt.Errorf("daemon: socket directory %s: %w", dir, err)
+	}
+	if st.Mode&unix.S_IFMT != unix.S_IFDIR || st.Uid != uint32(os.Geteuid()) || st.Mode&0o022 != 0 {
+		return fmt.Errorf("daemon: socket directory %s can be changed by others: choose one of your own with mode 0700", dir)
+	}
+	if mode&0o011 != 0 && st.Mode&0o011 != 0o011 {
+		if err := os.Chmod(dir, mode); err != nil {
+			return fmt.Errorf("daemon: socket directory: %w", err)
+		}
+	}
 	return nil
 }
 
@@ -285,12 +306,16 @@ func (c *Control) checkLimits(r *ioctl.AttachRequest) error {
 	return nil
 }
 
+// entryCost is about what a controller keeps privately for one queue entry; it is charged like shared memory.
+const entryCost = 512
+
 // build makes memory, pollers and lanes. The caller holds setup.
 func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	c := m.c
 	block := uint64(nvme.QueueBytes(int(r.Depth)))
 	queues := ioctl.SessionPageBytes + uint64(r.Lanes)*uint64(len(c.drives))*block
-	total := m.arena + queues + r.DMABytes
+	entries := uint64(r.Lanes) * uint64(len(c.drives)) * uint64(r.Depth)
+	total := m.arena + queues + r.DMABytes + entries*entryCost
 	c.mu.Lock()
 	if total > c.o.SharedBytesMax-c.sharedBytes {
 		c.mu.Unlock()

@@ -229,9 +229,13 @@ func (m *member) beat(mapsChanged bool) {
 	}
 }
 
-// ticketDone tells sleepers that a ticket has finished.
+// ticketDone tells sleepers that a ticket has finished. It may be called by a verb, which holds use already: then
+// waiting for it behind someone who wants it alone would never end. Where that one is about to take the memory away,
+// nobody needs to be told.
 func (m *member) ticketDone() {
-	m.use.RLock()
+	if !m.use.TryRLock() {
+		return
+	}
 	defer m.use.RUnlock()
 	if m.shared.queues != nil {
 		w := word32(m.shared.queues, ioctl.TicketWord)

@@ -2,6 +2,8 @@ package daemon
 
 import (
 	"encoding/json"
+	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -109,8 +111,8 @@ func TestFamily(t *testing.T) {
 		require.Zero(t, issue(c, ioctl.CmdPoolOpen, &open, 0))
 		c.wait(open.Ticket)
 		family = open.FamilyTarget
+		require.Equal(t, uint16(ioctl.TargetFamily), family.Kind, "known before the pool is durable")
 	}
-	require.Equal(t, uint16(ioctl.TargetFamily), family.Kind)
 	r := ioctl.Reserve{Target: family, Items: items(a, 4), Grants: grantSpan, Reserve: 1}
 	c.reserve(&r)
 	require.Equal(t, [2]uint32{4, 2}, [2]uint32{r.Count, r.Pools})
@@ -157,6 +159,20 @@ func TestBounds(t *testing.T) {
 	require.ErrorContains(t, err, "power of two")
 	_, err = NewControl(w.store, ControlOptions{Pollers: 1000, SocketDir: socketDir(t)})
 	require.ErrorContains(t, err, "pollers")
+}
+
+func TestSocketDirectoryIsOurs(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "s")
+	require.NoError(t, makeSocketDir(dir, 0o700))
+	require.NoError(t, makeSocketDir(dir, 0o711))
+	st, err := os.Stat(dir)
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o711), st.Mode().Perm(), "opened for the sockets of a shared mount")
+	require.NoError(t, os.Chmod(dir, 0o777))
+	require.ErrorContains(t, makeSocketDir(dir, 0o700), "choose one of your own")
+	link := dir + "-link"
+	require.NoError(t, os.Symlink(dir, link))
+	require.ErrorContains(t, makeSocketDir(link, 0o700), "choose one of your own")
 }
 
 // TestMembersAreListed for the status files.

@@ -197,7 +197,7 @@ func (v *Volume) pool(id PoolID) *Pool {
 	return nil
 }
 
-// Families returns the families and their durable pools, by ID.
+// Families returns the families and their pools, by ID; pools on their way to being durable belong to theirs already.
 func (v *Volume) Families() []Family {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -205,7 +205,7 @@ func (v *Volume) Families() []Family {
 	for id, f := range v.families {
 		e := Family{ID: id, Name: f.Name}
 		for _, p := range v.pools {
-			if p.family == id && p.durable {
+			if p.family == id {
 				e.Pools = append(e.Pools, p.id)
 			}
 		}
