@@ -60,7 +60,7 @@ func (c *checker) readSlot(m *member, unit uint64) slotState {
 // formatSequence is the sequence of the superblock that formatting writes; the other slot is empty then.
 const formatSequence = 2
 
-// checkSlot wants the newest checkpoint in its slot and the one before in the other.
+// checkSlot wants the newest checkpoint in its slot, and in the other the one before or an older one.
 func (c *checker) checkSlot(s *slotState) {
 	newest := c.super.Sequence
 	want := newest
@@ -68,20 +68,20 @@ func (c *checker) checkSlot(s *slotState) {
 		want-- // the other slot
 	}
 	const advice = "another copy is whole; mount and unmount the volume to write it"
+	absent := s.super != nil || s.empty // in its place is something older, or nothing yet
 	switch {
 	case s.super != nil && s.super.Sequence == want:
 		if want == newest && !sameCheckpoint(*s.super, *c.super) {
-			c.at(s.m, s.unit, errorf("superblock", advice, "differs from the copies of the same checkpoint %d",
-				newest))
+			c.at(s.m, s.unit, errorf("superblock", advice, "differs from the copies of the same checkpoint %d", newest))
 		}
-	case s.super == nil && s.empty && newest == formatSequence && want != newest:
-	case s.super == nil && s.empty && want < newest:
-		c.at(s.m, s.unit, errorf("superblock", advice, "empty, where checkpoint %d belongs", want))
-	case s.super == nil:
-		c.at(s.m, s.unit, c.tornOr(errorf("superblock", advice, "bad: %v", s.err)))
+	case absent && want < formatSequence:
+	case absent && want < newest:
+		// A write that was cut off earlier. The slot is the next to be written, and nobody needs it meanwhile.
+		c.at(s.m, s.unit, notef("superblock", "the next checkpoint writes it", "without checkpoint %d", want))
+	case absent:
+		c.at(s.m, s.unit, c.tornOr(errorf("superblock", advice, "without checkpoint %d, the newest", want)))
 	default:
-		c.at(s.m, s.unit, c.tornOr(errorf("superblock", advice, "holds checkpoint %d, want %d", s.super.Sequence,
-			want)))
+		c.at(s.m, s.unit, c.tornOr(errorf("superblock", advice, "bad: %v", s.err)))
 	}
 }
 
