@@ -6,6 +6,7 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"tuttifs/drive"
 	"tuttifs/extentmap/ondisk"
 )
 
@@ -133,8 +134,9 @@ func (v *Volume) loadTables(rows []*row) {
 }
 
 // loadTable reads one row's table: the first copy, and the second of each block of which the first is not right. A
-// block of which neither is right holds no records any more: its files are misses, and it is written anew. The same
-// holds for a single record that is not one.
+// block of which neither is right holds no records any more: its files are misses. The same holds for a single record
+// that is not one. Whatever was not right is written anew. After a crash the second copies are read as well, because
+// they may have been in writing.
 func (v *Volume) loadTable(r *row, repair func(block uint32)) {
 	p := r.pool
 	t := p.rowTable(r.number)
@@ -144,12 +146,34 @@ func (v *Volume) loadTable(r *row, repair func(block uint32)) {
 		read := v.byIndex[r.tables[0].Drive()].readAt(part, r.tables[0].Unit()+uint64(first)) == nil
 		for i := range n {
 			b := part[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
-			if (!read || v.openTable(b, r, 0, first+i) != nil) && !v.loadSecond(b, r, first+i) {
-				clear(b)
-				v.damaged.Add(1)
+			if !read || v.openTable(b, r, 0, first+i) != nil {
+				if !v.loadSecond(b, r, first+i) {
+					clear(b)
+					v.damaged.Add(1)
+				}
 				repair(first + i)
 			}
 			v.checkRecords(b, r, first+i, repair)
+		}
+	}
+	if !v.wasClean && !v.readOnly {
+		v.checkSecond(r, repair)
+	}
+}
+
+// checkSecond has the blocks written anew whose second copy is not right.
+func (v *Volume) checkSecond(r *row, repair func(block uint32)) {
+	blocks := r.pool.tableBlocks
+	buffer := drive.AlignedBuffer(int(min(readBlocks, blocks)) * ondisk.BlockBytes)
+	defer drive.FreeBuffer(buffer)
+	for first := uint32(0); first < blocks; first += readBlocks {
+		n := min(readBlocks, blocks-first)
+		part := buffer[:int(n)*ondisk.BlockBytes]
+		read := v.byIndex[r.tables[1].Drive()].readAt(part, r.tables[1].Unit()+uint64(first)) == nil
+		for i := range n {
+			if !read || v.openTable(part[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes], r, 1, first+i) != nil {
+				repair(first + i)
+			}
 		}
 	}
 }
@@ -161,7 +185,7 @@ func (v *Volume) openTable(b []byte, r *row, copy int, block uint32) error {
 	return err
 }
 
-// loadSecond reads a block from the second copy. The first is rewritten at the next checkpoint that touches it.
+// loadSecond reads a block from the second copy.
 func (v *Volume) loadSecond(b []byte, r *row, block uint32) bool {
 	l := r.tables[1]
 	return v.byIndex[l.Drive()].readAt(b, l.Unit()+uint64(block)) == nil && v.openTable(b, r, 1, block) == nil

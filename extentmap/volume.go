@@ -25,6 +25,7 @@ type Volume struct {
 	segmentUnits uint32
 	segments     uint64 // of all members
 	readOnly     bool
+	wasClean     bool // the volume had been unmounted
 	draft        bool
 	ownDrives    bool // Close closes them
 

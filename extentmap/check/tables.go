@@ -8,7 +8,11 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-const adviceTable = "the other copy is whole, and counts; this one is written anew when a file in it is committed or freed"
+// adviceTable is by copy.
+var adviceTable = [2]string{
+	"the other copy is whole, and counts; the next mount writes this one anew",
+	"the other copy is whole, and counts; this one is written anew when a file in it is committed or freed",
+}
 
 // checkTables reads both copies of all record tables, applies the journal's changes, and compares.
 func (c *checker) checkTables() error {
@@ -152,7 +156,7 @@ func (c *checker) readTable(r *row, number int, b []byte) ([]copyState, error) {
 			if err != nil {
 				clear(block)
 				states[first+i] = copyBad
-				c.at(m, unit, c.tornOr(errorf("record table", adviceTable,
+				c.at(m, unit, c.tornOr(errorf("record table", adviceTable[number],
 					"row %d of pool %d: copy %d of block %d is bad: %v",
 					r.Number, r.Row.Pool, number, first+i, err)))
 				continue
