@@ -354,6 +354,10 @@ func TestWholeWay(t *testing.T) {
 	require.Zero(t, again.BytesWritten)
 
 	// Evicted files are gone, and nothing else is.
+	evicted := decode[struct{ Evicted int }](t, tuttifs(t, "evict", "--json", "--prefix", dir, pool, tips[1]))
+	require.GreaterOrEqual(t, evicted.Evicted, 1)
+	require.Len(t, decode[struct{ Chain []chainBlock }](t, tuttifs(t, "prefixes", "--json", dir, pool, tips[0])).Chain,
+		len(chain))
 	require.Equal(t, "1 files evicted\n", tuttifs(t, "evict", dir, pool, tips[0]))
 	refused(t, 1, "no such pool or block", "prefixes", dir, pool, tips[0])
 	refused(t, 1, "has no pool", "evict", dir, "nopool", "--all")
