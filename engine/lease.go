@@ -27,7 +27,7 @@ func (c *control) batch(n int) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.arena == nil {
-		return 0, fmt.Errorf("%w: session is closed", ErrGone)
+		return 0, errClosed
 	}
 	k := min(batchMost, len(c.arena)/n)
 	if k == 0 {
@@ -202,7 +202,7 @@ func (p *Pool) releaseParts(request uint64, parts int) error {
 	var errs []error
 	for k := range parts {
 		a := ioctl.Release{Target: p.target, Request: partID(request, k)}
-		errs = append(errs, explain(p.control.verbs.Release(&a)))
+		errs = append(errs, p.control.call(func() error { return p.control.verbs.Release(&a) }))
 	}
 	return errors.Join(errs...)
 }
@@ -298,7 +298,7 @@ func (p *Pool) CommitRanks(reserve uint64, ranks ...uint16) error {
 	for _, rank := range ranks {
 		for k := range p.partsOf(key) {
 			a := ioctl.Commit{Target: p.target, Reserve: partID(reserve, k), Rank: rank}
-			if err := p.control.retry(func() error { return p.control.verbs.Commit(&a) }); err != nil {
+			if err := p.control.retryCall(func() error { return p.control.verbs.Commit(&a) }); err != nil {
 				return err
 			}
 			tickets = append(tickets, a.Ticket)
@@ -324,7 +324,7 @@ func (p *Pool) abortParts(reserve uint64, parts int) error {
 	var errs []error
 	for k := range parts {
 		a := ioctl.Abort{Target: p.target, Reserve: partID(reserve, k)}
-		errs = append(errs, explain(p.control.verbs.Abort(&a)))
+		errs = append(errs, p.control.call(func() error { return p.control.verbs.Abort(&a) }))
 	}
 	return errors.Join(errs...)
 }
@@ -333,7 +333,7 @@ func (p *Pool) abortParts(reserve uint64, parts int) error {
 // evicted the file, or found it whole.
 func (p *Pool) ReportBad(slot uint32, generation uint64) error {
 	a := ioctl.ReportBad{Target: p.target, Slot: slot, Generation: generation}
-	if err := p.control.retry(func() error { return p.control.verbs.ReportBad(&a) }); err != nil {
+	if err := p.control.retryCall(func() error { return p.control.verbs.ReportBad(&a) }); err != nil {
 		return err
 	}
 	return p.control.ticket(a.Ticket)

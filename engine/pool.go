@@ -96,7 +96,7 @@ func (c *control) openPool(spec PoolSpec) (*Pool, error) {
 // spans divides the arena among consecutive spans of the given lengths. The lock is held.
 func (c *control) spans(lengths ...int) ([]ioctl.Span, error) {
 	if c.arena == nil {
-		return nil, fmt.Errorf("%w: session is closed", ErrGone)
+		return nil, errClosed
 	}
 	spans := make([]ioctl.Span, len(lengths))
 	at := 0

@@ -74,8 +74,21 @@ type control struct {
 	wait func(ctx context.Context, ticket uint64) error
 
 	mu    sync.Mutex // guards arena: one batch at a time
-	arena []byte     // shared with the daemon
+	arena []byte     // shared with the daemon; nil once closed
 }
+
+// call runs one verb that needs no arena.
+func (c *control) call(f func() error) error {
+	c.mu.Lock()
+	closed := c.arena == nil
+	c.mu.Unlock()
+	if closed {
+		return errClosed
+	}
+	return explain(f())
+}
+
+var errClosed = fmt.Errorf("%w: it was closed here", ErrGone)
 
 // ticket waits for a ticket, at most the deadline.
 func (c *control) ticket(id uint64) error {
@@ -104,6 +117,11 @@ func (c *control) retry(f func() error) error {
 		}
 		time.Sleep(pause)
 	}
+}
+
+// retryCall is retry for a verb that needs no arena.
+func (c *control) retryCall(f func() error) error {
+	return c.retry(func() error { return c.call(f) })
 }
 
 // Session is this process's membership in a session, with its ring.
@@ -234,8 +252,12 @@ func (s *Session) Close() error {
 		close(s.stop)
 		<-s.stopped
 		var errs []error
-		if s.ring != nil && s.attach.Alive() {
+		switch {
+		case s.ring == nil:
+		case s.attach.Alive():
 			errs = append(errs, s.ring.Close())
+		default:
+			s.ring.Abandon(ErrGone)
 		}
 		s.control.mu.Lock()
 		s.control.arena = nil
