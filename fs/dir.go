@@ -23,6 +23,10 @@ const (
 // listBatch is how many entries are taken from gpufile at once: a full reply of names alone has 372 in 32 KiB.
 const listBatch = 512
 
+// firstPlus is how many files the first reply with attributes has. The kernel asks for it whoever is reading, and makes an
+// inode of each entry; if the reader looks at them, the next replies carry attributes as well.
+const firstPlus = 16
+
 // openDir is the state of an open directory: what one READDIR needs, but nothing about where the reader is.
 type openDir struct {
 	mu    sync.Mutex // a directory read by several threads at once
@@ -81,7 +85,7 @@ type dirStream struct {
 	p    *poolNode
 	out  *fuse.DirEntryList
 	plus bool
-	room int // entries that fit at most
+	room int // streamed entries that fit, or that are wanted, at most
 }
 
 // The lengths of a reply's pieces, for judging how many entries to ask for: fuse_dirent and fuse_entry_out.
@@ -105,6 +109,9 @@ func (t *tree) readDir(in *fuse.ReadIn, out *fuse.DirEntryList, plus bool) fuse.
 		per += entryOutBytes
 	}
 	s := &dirStream{t: t, p: t.poolOf(h.node), out: out, plus: plus, room: int(in.Size)/per + 1}
+	if plus && in.Offset == 0 {
+		s.room = firstPlus
+	}
 	if !s.dots(h.node, in.Offset) {
 		return fuse.OK
 	}
