@@ -160,6 +160,7 @@ func (d *Daemon) open() (err error) {
 	d.server, err = fs.Mount(o.Dir, d.store, fs.Options{
 		Name: name, ReadOnly: o.ReadOnly, NoXattr: o.NoXattr, AllowOther: o.AllowOther, UID: o.UID, GID: o.GID, Umask: umask,
 		EntryTimeout: entry, AttrTimeout: attr, Status: d.statusFiles(), Control: d.control, Payload: NewPayload(d.volume),
+		Logf: func(format string, args ...any) { o.Log.Warn(fmt.Sprintf(format, args...)) },
 	})
 	if err != nil {
 		return fmt.Errorf("mounting on %s: %w", o.Dir, err)

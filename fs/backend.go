@@ -29,7 +29,8 @@ type files interface {
 // backend is the store behind the tree.
 type backend interface {
 	pools() []files
-	// shape is what never changes in a pool's life: its layout, the bytes one slot occupies, and the tokens of a full file.
+	// shape is what never changes in a pool's life: its layout, the bytes one slot occupies, and the tokens of a full
+	// file.
 	shape(p files) (l *stripe.Layout, slotBytes uint64, tokens uint32)
 	space() gpufile.Space
 	extent(p files, slot uint32, object uint16) (drive uint16, unit uint64, units uint32, ok bool)

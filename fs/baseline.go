@@ -2,6 +2,7 @@ package fs
 
 import (
 	"fmt"
+	"log"
 	"syscall"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
@@ -24,7 +25,7 @@ const baselineFile = fuse.FUSE_ROOT_ID + 1
 // Baseline mounts a directory with one file that serves data by direct I/O. unmount takes it away.
 func Baseline(dir string, data []byte) (unmount func() error, err error) {
 	b := &baseline{fuse.NewDefaultRawFileSystem(), data}
-	o := mountOptions(&Options{Name: "baseline"})
+	o := mountOptions(&Options{Name: "baseline", Logf: log.Printf})
 	o.Name = "tuttifs-baseline"
 	server, err := fuse.NewServer(b, dir, o)
 	if err != nil {
@@ -43,7 +44,8 @@ func (b *baseline) String() string { return "baseline" }
 func (b *baseline) attr(node uint64, a *fuse.Attr) {
 	*a = fuse.Attr{Ino: node, Mode: syscall.S_IFDIR | 0o700, Nlink: 2}
 	if node == baselineFile {
-		*a = fuse.Attr{Ino: node, Mode: syscall.S_IFREG | 0o600, Nlink: 1, Size: uint64(len(b.data)), Blksize: preferredBytes}
+		*a = fuse.Attr{Ino: node, Mode: syscall.S_IFREG | 0o600, Nlink: 1, Size: uint64(len(b.data)),
+			Blksize: preferredBytes}
 	}
 }
 

@@ -30,8 +30,9 @@ func (v *server) rss(t testing.TB) float64 {
 	return kb / 1000
 }
 
-// BenchmarkListMillion lists a million files by ls: the tips of one directory, and the same files in the 256 directories of
-// blocks; names alone, and with -l under noxattr. Bars: 500,000 and 40,000 entries a second, and less than 50 MB of growth.
+// BenchmarkListMillion lists a million files by ls: the tips of one directory, and the same files in the 256
+// directories of blocks; names alone, and with -l under noxattr. Bars: 500,000 and 40,000 entries a second, and less
+// than 50 MB of growth.
 func BenchmarkListMillion(b *testing.B) {
 	const files = 1_000_000
 	v := startServer(b, scene{Files: files, NoXattr: true, Real: true})
@@ -73,8 +74,8 @@ func (n *lineCounter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// BenchmarkReadVsBaseline reads a 32-MiB file whole, in turns with the same bytes served by the least that FUSE can do. Bar:
-// 70 % of it.
+// BenchmarkReadVsBaseline reads a 32-MiB file whole, in turns with the same bytes served by the least that FUSE can do.
+// Bar: 70 % of it.
 func BenchmarkReadVsBaseline(b *testing.B) {
 	v := startServer(b, scene{Big: true, Baseline: "yes", Real: true})
 	k := testKey(0, 0)

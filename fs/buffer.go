@@ -28,8 +28,8 @@ var _ [stripe.MaxObjectBytes]struct{} = [1 << (bufferShift + bufferClasses - 1)]
 
 func bufferClass(n int) int { return max(bits.Len(uint(n-1))-bufferShift, 0) }
 
-// get returns n bytes (1..stripe.MaxObjectBytes) with whole units of capacity; their content is anything. With must false it
-// returns nil rather than exceed the bound.
+// get returns n bytes (1..stripe.MaxObjectBytes) with whole units of capacity; their content is anything. With must
+// false it returns nil rather than exceed the bound.
 func (b *objectBuffers) get(n int, must bool) []byte {
 	class := bufferClass(n)
 	size := int64(1) << (bufferShift + class)

@@ -9,8 +9,8 @@ import (
 	"tuttifs/gpufile"
 )
 
-// chainCache keeps the chains of the prefix directories that were looked at last, so that a walk over one directory of n
-// names costs n steps and not n times n. A chain is kept for as long as the kernel may keep a name.
+// chainCache keeps the chains of the prefix directories that were looked at last, so that a walk over one directory of
+// n names costs n steps and not n times n. A chain is kept for as long as the kernel may keep a name.
 type chainCache struct {
 	mu      sync.Mutex
 	entries [chainsMax]chainEntry // guarded by mu

@@ -231,9 +231,9 @@ func (t *tree) Rmdir(_ <-chan struct{}, header *fuse.InHeader, name string) fuse
 	return status(err)
 }
 
-// SetAttr changes nothing of a stored file. Times are taken without complaint, since no tool that copies can do without,
-// and owner or mode if they say what is so already. A file being copied in takes any owner and mode: it has the mount's
-// once it is stored.
+// SetAttr changes nothing of a stored file. Times are taken without complaint, since no tool that copies can do
+// without, and owner or mode if they say what is so already. A file being copied in takes any owner and mode: it has
+// the mount's once it is stored.
 func (t *tree) SetAttr(_ <-chan struct{}, in *fuse.SetAttrIn, out *fuse.AttrOut) fuse.Status {
 	n := nodeID(in.NodeId)
 	keep, st := t.attr(n, &out.Attr)

@@ -11,8 +11,8 @@ import (
 )
 
 // Offsets of a directory stream, which the kernel takes for signed. 0 is the start, 1 and 2 lie behind "." and "..". A
-// listing that gpufile streams has cookie + cookieBase behind each entry, and gpufile's cookies (30 bits of a hash before
-// a slot) end at 1 << 62; the files being copied in follow from uploadOffset on.
+// listing that gpufile streams has cookie + cookieBase behind each entry, and gpufile's cookies (30 bits of a hash
+// before a slot) end at 1 << 62; the files being copied in follow from uploadOffset on.
 const (
 	offSelf      = 1
 	offParent    = 2
@@ -23,8 +23,8 @@ const (
 // listBatch is how many entries are taken from gpufile at once: a full reply of names alone has 372 in 32 KiB.
 const listBatch = 512
 
-// firstPlus is how many files the first reply with attributes has. The kernel asks for it whoever is reading, and makes an
-// inode of each entry; if the reader looks at them, the next replies carry attributes as well.
+// firstPlus is how many files the first reply with attributes has. The kernel asks for it whoever is reading, and makes
+// an inode of each entry; if the reader looks at them, the next replies carry attributes as well.
 const firstPlus = 16
 
 // openDir is the state of an open directory: what one READDIR needs, but nothing about where the reader is.
@@ -58,7 +58,8 @@ func (t *tree) OpenDir(_ <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fu
 	case n.kind() == kindPool && t.poolOf(n) == nil:
 		return eSTALE
 	}
-	// No FOPEN_CACHE_DIR: files come and go without the kernel's knowledge, and a listing must not be older than its open.
+	// No FOPEN_CACHE_DIR: files come and go without the kernel's knowledge, and a listing must not be older than its
+	// open.
 	out.Fh = t.handles.add(&handle{node: n, dir: d})
 	return fuse.OK
 }
@@ -221,7 +222,8 @@ func (s *dirStream) chain(chain []gpufile.Key) {
 		if s.t.lookupFile(s.p, kindLink, &chain[i], &entry) != fuse.OK {
 			continue
 		}
-		e := fuse.DirEntry{Name: linkName(i, &chain[i]), Ino: entry.NodeId, Mode: syscall.S_IFLNK, Off: offParent + uint64(i) + 1}
+		e := fuse.DirEntry{Name: linkName(i, &chain[i]), Ino: entry.NodeId, Mode: syscall.S_IFLNK,
+			Off: offParent + uint64(i) + 1}
 		if !s.plus {
 			if !s.out.AddDirEntry(e) {
 				return
@@ -282,7 +284,8 @@ func (s *dirStream) stream(d *openDir, kind nodeKind, list func(uint64, []gpufil
 		for i := range batch[:n] {
 			e := &batch[i]
 			node := makeNode(kind, s.p.index, e.Generation, e.Slot)
-			entry := fuse.DirEntry{Name: keyText(&d.name, &e.Key), Ino: uint64(node), Mode: mode, Off: e.Cookie + cookieBase}
+			entry := fuse.DirEntry{Name: keyText(&d.name, &e.Key), Ino: uint64(node), Mode: mode,
+				Off: e.Cookie + cookieBase}
 			if !s.plus {
 				if !s.out.AddDirEntry(entry) {
 					return true

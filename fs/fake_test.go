@@ -57,7 +57,8 @@ func smallGeometry() stripe.Geometry {
 		{Layer: 0, Rank: 0, Runs: []stripe.Run{{Kind: stripe.RunK, Bytes: 4096}, {Kind: stripe.RunV, Bytes: 4096}}},
 		{Layer: 0, Rank: 1, Runs: []stripe.Run{{Kind: stripe.RunLatent, Bytes: 656 * 7}}},
 		{Layer: 1, Rank: 0, Runs: []stripe.Run{{Kind: stripe.RunIndexer, Bytes: 132}}},
-		{Layer: 1, Rank: 1, Runs: []stripe.Run{{Kind: stripe.RunScale, Bytes: 1}, {Kind: stripe.RunState, Bytes: 70_000}}},
+		{Layer: 1, Rank: 1, Runs: []stripe.Run{{Kind: stripe.RunScale, Bytes: 1}, {Kind: stripe.RunState,
+			Bytes: 70_000}}},
 		{Layer: 2, Rank: 0, Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 300_001}}},
 	}}
 	return g.WithTrailers()
@@ -269,7 +270,8 @@ func (b *fakeBackend) shape(f files) (*stripe.Layout, uint64, uint32) {
 }
 
 func (b *fakeBackend) space() gpufile.Space {
-	return gpufile.Space{TotalBytes: 1 << 30, UsedBytes: 1 << 28, FreeBytes: 3 << 28, AvailableBytes: 1 << 29, Files: 7, FilesMax: 100}
+	return gpufile.Space{TotalBytes: 1 << 30, UsedBytes: 1 << 28, FreeBytes: 3 << 28, AvailableBytes: 1 << 29,
+		Files: 7, FilesMax: 100}
 }
 
 func (b *fakeBackend) extent(_ files, slot uint32, object uint16) (uint16, uint64, uint32, bool) {

@@ -1,13 +1,12 @@
-// Package fs is the FUSE tree: names, attributes, xattrs, ioctl dispatch. Management only. The only package that imports
-// go-fuse, and the only one that knows errno.
+// Package fs is the FUSE tree: names, attributes, xattrs, ioctl dispatch. Management only. The only package that
+// imports go-fuse, and the only one that knows errno.
 //
 // The tree holds nothing per file: node ids are computed from (pool, slot, generation), listings stream by cookie, and
 // everything that is shown is asked of gpufile at that moment. What it does hold is bounded: open files, files being
-// copied in (writeBytesMax), and buffers of sequential readers (readBytesMax).
+// copied in (uploadBytesMax), and buffers of sequential readers (readBytesMax).
 //
-// Lock order: tree.mu (open nodes) and writes.mu (files being copied in) are leaves that are never held while gpufile,
-// a Payload or an Ioctler is called, with one exception: upload.mu is held while its file is stored, and is taken before
-// writes.mu.
+// Locks: openDir.mu comes before all others, of which no two are held at once. Some are held over calls into gpufile, a
+// Payload or an Ioctler; none of these calls back.
 package fs
 
 import (
@@ -72,10 +71,13 @@ type Options struct {
 	AllowOther bool   // users other than the one who mounted may enter; modes still apply
 	UID, GID   uint32 // owner of everything
 	Umask      uint32 // taken off 0666 and 0777; 0 means 077, UmaskNone means none
-	// EntryTimeout and AttrTimeout say how long the kernel may keep names and attributes: 1 s; negative means not at all.
+	// EntryTimeout and AttrTimeout say how long the kernel may keep names and attributes: 1 s; negative means not at
+	// all.
 	EntryTimeout, AttrTimeout time.Duration
 	Debug                     bool // log every request
-	Status                    []StatusFile
-	Control                   Ioctler // nil: every ioctl is ENOTTY
-	Payload                   Payload // nil: files can be listed but neither read nor stored (a volume without payloads)
+	// Logf tells of files that could not be read or stored; nil means the standard logger.
+	Logf    func(format string, args ...any)
+	Status  []StatusFile
+	Control Ioctler // nil: every ioctl is ENOTTY
+	Payload Payload // nil: files can be listed, but neither read nor stored
 }

@@ -73,8 +73,8 @@ func (h *handle) closeControl(c Ioctler) {
 	}
 }
 
-// Ioctl hands a request to the dispatcher. The reply buffer is a recycled one: whatever the dispatcher leaves alone must
-// not be bytes of somebody else's request.
+// Ioctl hands a request to the dispatcher. The reply buffer is a recycled one: whatever the dispatcher leaves alone
+// must not be bytes of somebody else's request.
 func (t *tree) Ioctl(
 	_ <-chan struct{}, in *fuse.IoctlIn, inbuf []byte, out *fuse.IoctlOut, outbuf []byte,
 ) fuse.Status {

@@ -27,8 +27,8 @@ import (
 	"tuttifs/stripe"
 )
 
-// Real mounts are served by a process of their own, this test binary run again: a process that uses its own mount can hang
-// beyond rescue. The server ends with its standard input, so it outlives no test, however that ends.
+// Real mounts are served by a process of their own, this test binary run again: a process that uses its own mount can
+// hang beyond rescue. The server ends with its standard input, so it outlives no test, however that ends.
 
 const serveEnv = "TUTTIFS_FS_TEST_SERVE"
 
@@ -71,7 +71,8 @@ func TestMain(m *testing.M) {
 
 // tinyGeometry is a file of 132 bytes.
 func tinyGeometry() stripe.Geometry {
-	return stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunIndexer, Bytes: 132}}}}}.WithTrailers()
+	return stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunIndexer,
+		Bytes: 132}}}}}.WithTrailers()
 }
 
 const bigFile = 32 << 20
@@ -80,7 +81,8 @@ const bigFile = 32 << 20
 func bigGeometry() stripe.Geometry {
 	g := stripe.Geometry{}
 	for layer := range uint16(256) {
-		g.Objects = append(g.Objects, stripe.Object{Layer: layer, Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 128 << 10}}})
+		g.Objects = append(g.Objects, stripe.Object{Layer: layer, Runs: []stripe.Run{{Kind: stripe.RunKV,
+			Bytes: 128 << 10}}})
 	}
 	return g.WithTrailers()
 }
@@ -146,7 +148,8 @@ func fakeScene(s scene) (*fakeBackend, error) {
 	}
 	if s.Big {
 		big := newFakePool(t, 3, "big", bigGeometry())
-		if _, err := big.add(gpufile.ReserveItem{Key: testKey(0, 0), Tokens: 64}, 0, testPayload(bigFile, 1)); err != nil {
+		if _, err := big.add(gpufile.ReserveItem{Key: testKey(0, 0), Tokens: 64}, 0, testPayload(bigFile,
+			1)); err != nil {
 			return nil, err
 		}
 		b.list = append(b.list, big)
@@ -357,7 +360,8 @@ func (v *server) store(key, parent gpufile.Key, seed int) []byte {
 	return data
 }
 
-// onBoth runs a test on the stand-in and on a real store, that once with a single processor, where other things dead-lock.
+// onBoth runs a test on the stand-in and on a real store, that once with a single processor, where other things
+// dead-lock.
 func onBoth(t *testing.T, test func(t *testing.T, v *server)) {
 	t.Run("fake", func(t *testing.T) { test(t, startServer(t, scene{})) })
 	t.Run("real", func(t *testing.T) { test(t, startServer(t, scene{Real: true, Procs: 1})) })
@@ -383,7 +387,8 @@ func testMountTools(t *testing.T, v *server) {
 
 	stat := strings.Fields(run(t, "stat", "-c", "%s %b %B %a %h %F", v.block(a)))
 	blocks, _ := strconv.Atoi(stat[1])
-	require.Equal(t, []string{strconv.Itoa(len(data)), strconv.Itoa(blocks), "512", "600", "1", "regular", "file"}, stat)
+	require.Equal(t, []string{strconv.Itoa(len(data)), strconv.Itoa(blocks), "512", "600", "1", "regular",
+		"file"}, stat)
 	require.GreaterOrEqual(t, blocks*512, len(data))
 	du := strings.Fields(run(t, "du", "-B1", v.block(a)))
 	require.Equal(t, strconv.Itoa(blocks*512), du[0])
@@ -399,7 +404,8 @@ func testMountTools(t *testing.T, v *server) {
 	require.NoError(t, err)
 	require.True(t, bytes.Equal(data, got))
 	require.True(t, bytes.Equal(data, []byte(run(t, "cat", v.block(a)))))
-	require.True(t, bytes.Equal(data[70_000:71_000], []byte(run(t, "dd", "status=none", "if="+v.block(a), "bs=1000", "skip=70", "count=1"))))
+	require.True(t, bytes.Equal(data[70_000:71_000], []byte(run(t, "dd", "status=none", "if="+v.block(a),
+		"bs=1000", "skip=70", "count=1"))))
 
 	run(t, "rm", v.block(b))
 	_, err = tool(t, "rm", v.block(b))
@@ -417,7 +423,8 @@ func TestMountXattrTools(t *testing.T) {
 	require.Contains(t, dump, `user.tuttifs.parent="`+keyName(&a)+`"`)
 	require.Contains(t, dump, `user.tuttifs.position="1"`)
 	require.NotContains(t, dump, "extents")
-	require.Contains(t, run(t, "getfattr", "-n", "user.tuttifs.extents", "--absolute-names", v.block(b)), `0 0 1000 3\0121 1`)
+	require.Contains(t, run(t, "getfattr", "-n", "user.tuttifs.extents", "--absolute-names", v.block(b)),
+		`0 0 1000 3\0121 1`)
 	_, err := tool(t, "setfattr", "-n", "user.tuttifs.tenant", "-v", "7", v.block(b))
 	require.Error(t, err)
 	for _, name := range []string{"user.mime_type", "security.selinux", "system.posix_acl_access", "trusted.x"} {
@@ -464,7 +471,8 @@ func testMountRsync(t *testing.T, v *server) {
 	back() // times differ, bytes do not: no error
 	require.Contains(t, run(t, "rsync", "-aX", "--size-only", "--stats", out+"/", v.path("llama", "blocks")),
 		"Number of regular files transferred: 0")
-	require.Len(t, strings.Fields(run(t, "find", v.path("llama", "blocks"), "-type", "f")), 4, "no temporary file is left")
+	require.Len(t, strings.Fields(run(t, "find", v.path("llama", "blocks"), "-type", "f")), 4,
+		"no temporary file is left")
 }
 
 func TestMountRemovePrefix(t *testing.T) { onBoth(t, testMountRemovePrefix) }
@@ -592,11 +600,82 @@ func TestMountFull(t *testing.T) {
 	require.Error(t, err)
 	require.Contains(t, out, "No space left")
 	require.NoError(t, f.Close())
-	require.Eventually(t, func() bool { return v.ask("pins") == "0" }, time.Minute, time.Millisecond, "release is asynchronous")
+	require.Eventually(t, func() bool { return v.ask("pins") == "0" }, time.Minute, time.Millisecond,
+		"release is asynchronous")
 	run(t, "cp", path, v.block(b))
 	run(t, "cmp", path, v.block(b))
 	_, err = os.Open(v.block(a))
 	require.ErrorIs(t, err, syscall.ENOENT)
+}
+
+// Readers, writers, removers and listers at once, on a store that has room for half of what they store: a file is what was
+// stored under its key, or it is not there.
+func TestMountStress(t *testing.T) {
+	const keys, rounds = 16, 60
+	v := startServer(t, scene{Real: true, Limit: keys / 2})
+	data := make([][]byte, keys)
+	for i := range data {
+		data[i] = testPayload(smallFile, i)
+	}
+	key := func(i int) gpufile.Key { return testKey(byte(i%3), i) }
+	gone := func(err error) bool {
+		for _, e := range []error{unix.ENOENT, unix.ESTALE, unix.EEXIST, unix.ENOSPC, unix.EBUSY, unix.EAGAIN} {
+			if errors.Is(err, e) {
+				return true
+			}
+		}
+		return err == nil
+	}
+	jobs := map[string]func(i int) error{
+		"write": func(i int) error {
+			f, err := os.OpenFile(v.block(key(i)), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+			if err != nil {
+				return err
+			}
+			_, err = f.Write(data[i])
+			return errors.Join(err, f.Close())
+		},
+		"read": func(i int) error {
+			got, err := os.ReadFile(v.block(key(i)))
+			if err == nil && !bytes.Equal(got, data[i]) {
+				// While it is being copied in, a file is as long as what is written of it.
+				if !bytes.HasPrefix(data[i], got) {
+					return errors.New("wrong bytes")
+				}
+			}
+			return err
+		},
+		"remove": func(i int) error {
+			if i%4 != 0 {
+				return nil
+			}
+			return os.Remove(v.block(key(i)))
+		},
+		"list": func(i int) error {
+			_, err := os.ReadDir(v.path("llama", "blocks", shardName(byte(i%3))))
+			tips, err2 := os.ReadDir(v.path("llama", "prefixes"))
+			for _, tip := range tips {
+				if _, err := tip.Info(); !gone(err) {
+					return err
+				}
+			}
+			return errors.Join(err, err2)
+		},
+	}
+	var wg sync.WaitGroup
+	for name, job := range jobs {
+		for worker := range 2 {
+			wg.Go(func() {
+				for round := range rounds {
+					i := (round*7 + worker*5) % keys
+					if err := job(i); !gone(err) {
+						t.Errorf("%s %d: %v", name, i, err)
+					}
+				}
+			})
+		}
+	}
+	wg.Wait()
 }
 
 func TestMountMapping(t *testing.T) { onBoth(t, testMountMapping) }

@@ -18,10 +18,10 @@ import (
 //	bits 32..51  the low 20 bits of the file's generation
 //	bits  0..31  slot, or which of the fixed nodes
 //
-// A node id whose generation bits differ from those of the slot's present file is stale (ESTALE), never that other file.
-// Generations count up over the whole volume, so to be mistaken for its successor a node id would have to be kept
-// while exactly a multiple of 1,048,576 files are stored; the kernel asks again by name after the entry timeout, and
-// an open file holds its slot.
+// A node id whose generation bits differ from those of the slot's present file is stale (ESTALE), never that other
+// file. Generations count up over the whole volume, so to be mistaken for its successor a node id would have to be kept
+// while exactly a multiple of 1,048,576 files are stored; the kernel asks again by name after the entry timeout, and an
+// open file holds its slot.
 type nodeID uint64
 
 type nodeKind uint8

@@ -1,7 +1,6 @@
 package fs
 
 import (
-	"log"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -23,8 +22,8 @@ const (
 
 // openFile is one open GPU file: it holds the slot from open to release, so removal and reuse do not touch it.
 //
-// Objects are verified whole before a byte of them is returned. A reader that goes through the file from its start, or on
-// from where its last request ended, finds the objects behind its request read already.
+// Objects are verified whole before a byte of them is returned. A reader that goes through the file from its start, or
+// on from where its last request ended, finds the objects behind its request read already.
 type openFile struct {
 	t       *tree
 	p       *poolNode
@@ -175,8 +174,8 @@ func (f *openFile) read(off int64, size int, buf []byte) (fuse.ReadResult, fuse.
 	return fuse.ReadResultData(buf[:n]), fuse.OK
 }
 
-// plan puts the objects of [off, end) into the reply and starts what has to be read, now and ahead. It returns the tasks.
-// f.mu is held.
+// plan puts the objects of [off, end) into the reply and starts what has to be read, now and ahead. It returns the
+// tasks. f.mu is held.
 func (f *openFile) plan(off, end int64, reply *readReply) (tasks [][]*object) {
 	first, last := f.p.objectAt(off), f.p.objectAt(end-1)
 	sequential := off == f.next || off == 0
@@ -259,7 +258,7 @@ func (f *openFile) report(number int, err error) {
 		return
 	}
 	f.damaged = true
-	log.Printf("tuttifs: pool %s: key %x: object %d: %v", f.p.Name(), f.info.Key[:], number, err)
+	f.t.o.Logf("pool %s: key %x: object %d: %v", f.p.Name(), f.info.Key[:], number, err)
 	go f.t.b.reportBad(f.p.files, f.info.Slot, f.info.Generation)
 }
 

@@ -3,7 +3,6 @@ package fs
 import (
 	"errors"
 	"fmt"
-	"log"
 	"runtime/debug"
 	"syscall"
 
@@ -75,13 +74,13 @@ func mountOptions(o *Options) *fuse.MountOptions {
 		DisableXAttrs:     o.NoXattr,
 		// Names that every ls -l asks for and that nobody here has: answered before they are parsed.
 		IgnoreSecurityLabels: true,
-		// Files are read by direct I/O; private mappings of them work all the same. READDIRPLUS where it is of use: ls -U does
-		// not pay for attributes that it does not look at.
+		// Files are read by direct I/O; private mappings of them work all the same. READDIRPLUS where it is of use: ls
+		// -U does not pay for attributes that it does not look at.
 		ExtraCapabilities: fuse.CAP_DIRECT_IO_ALLOW_MMAP | fuse.CAP_READDIRPLUS_AUTO,
 		Options:           []string{"default_permissions"},
 		Debug:             o.Debug,
 		PanicHandler: func(v any) fuse.Status {
-			log.Printf("tuttifs: a request failed by a fault of this program: %v\n%s", v, debug.Stack())
+			o.Logf("a request failed by a fault of this program: %v\n%s", v, debug.Stack())
 			return fuse.EIO
 		},
 	}
@@ -111,8 +110,8 @@ func (s *Server) Done() <-chan struct{} { return s.done }
 // Stats counts what was read and stored through the mount.
 func (s *Server) Stats() Stats { return s.t.counter.stats() }
 
-// Unmount asks the kernel to take the mount away: ErrBusy while it is in use, unless lazy, which detaches it at once and
-// lets its users finish. Without lazy, it returns when everything is given back.
+// Unmount asks the kernel to take the mount away: ErrBusy while it is in use, unless lazy, which detaches it at once
+// and lets its users finish. Without lazy, it returns when everything is given back.
 func (s *Server) Unmount(lazy bool) error {
 	select {
 	case <-s.done:

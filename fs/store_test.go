@@ -71,9 +71,11 @@ func (r *real) open(s fs.Scene) (err error) {
 }
 
 func (r *real) openPool(name string, g stripe.Geometry, limit uint32) (*gpufile.Pool, error) {
-	id := gpufile.Identity{Model: name, Revision: "1", DType: "bf16", Quantisation: "none", ScaleFormat: "none", Layout: "NHD",
+	id := gpufile.Identity{Model: name, Revision: "1", DType: "bf16", Quantisation: "none", ScaleFormat: "none",
+		Layout:    "NHD",
 		PageBytes: 4096, BlockTokens: 16, FileTokens: 64, TP: 1, PP: 1, CP: 1, Group: "full"}
-	p, ticket, err := r.store.OpenPool(id, extentmap.PoolSpec{Name: name, Geometry: g, TokensPerFile: 64, MaxSlots: limit,
+	p, ticket, err := r.store.OpenPool(id, extentmap.PoolSpec{Name: name, Geometry: g, TokensPerFile: 64,
+		MaxSlots:    limit,
 		ChecksumAlg: 1})
 	if err != nil {
 		return nil, err

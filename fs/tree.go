@@ -82,6 +82,9 @@ func (o *Options) setDefaults() {
 	if o.Name == "" {
 		o.Name = "tuttifs"
 	}
+	if o.Logf == nil {
+		o.Logf = log.Printf
+	}
 	switch o.Umask {
 	case 0:
 		o.Umask = 0o077
@@ -112,7 +115,7 @@ func (t *tree) refreshPools() {
 			continue
 		}
 		if t.npools == poolsMax {
-			log.Printf("tuttifs: pool %s is not shown: a mount shows at most %d pools", f.Name(), poolsMax)
+			t.o.Logf("pool %s is not shown: a mount shows at most %d pools", f.Name(), poolsMax)
 			return
 		}
 		t.pools[t.npools].Store(newPoolNode(t.b, f, t.npools))
@@ -198,8 +201,8 @@ func (t *tree) attrBase(a *fuse.Attr, n nodeID, mode uint32) {
 	*a = fuse.Attr{Ino: uint64(n), Nlink: 1, Blksize: preferredBytes, Owner: fuse.Owner{Uid: t.o.UID, Gid: t.o.GID}}
 	switch mode {
 	case syscall.S_IFDIR:
-		// The C library sizes its reads of a directory by st_blksize. Small ones are better: the kernel asks for the first with
-		// attributes, which make an inode of each entry, and for the rest only if somebody looks at them.
+		// The C library sizes its reads of a directory by st_blksize. Small ones are better: the kernel asks for the
+		// first with attributes, which make an inode of each entry, and for the rest only if somebody looks at them.
 		a.Mode, a.Nlink, a.Blksize = mode|0o777&^t.o.Umask, 2, blockBytes
 	case syscall.S_IFLNK:
 		a.Mode = mode | 0o777

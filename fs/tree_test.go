@@ -77,7 +77,8 @@ func TestNodeIDs(t *testing.T) {
 }
 
 func TestWalk(t *testing.T) {
-	tr, p, _ := newTestTree(t, Options{UID: 5, GID: 6, Status: []StatusFile{{"version", func() []byte { return []byte("1\n") }}}})
+	tr, p, _ := newTestTree(t, Options{UID: 5, GID: 6, Status: []StatusFile{{"version",
+		func() []byte { return []byte("1\n") }}}})
 	key := testKey(0xab, 1)
 	addFile(t, p, key, gpufile.Key{}, 1)
 	other := testKey(0xab, 2)
@@ -100,10 +101,12 @@ func TestWalk(t *testing.T) {
 		}
 	}
 	for _, path := range [][]string{
-		{"nobody"}, {"llama", "x"}, {"llama", ""}, {"llama", "blocks", "0"}, {"llama", "blocks", "AB"}, {"llama", "blocks", "0g"},
+		{"nobody"}, {"llama", "x"}, {"llama", ""}, {"llama", "blocks", "0"}, {"llama", "blocks", "AB"},
+		{"llama", "blocks", "0g"},
 		{"llama", "blocks", "000"}, blockPath(other), {"llama", "blocks", "ac", keyName(&key)},
 		{"llama", "blocks", "ab", keyName(&key) + "0"}, {"llama", "prefixes", keyName(&other)}, {".tuttifs", "stats"},
-		{"llama", "prefixes", keyName(&key), linkName(1, &key)}, {"llama", "prefixes", keyName(&key), linkName(0, &other)},
+		{"llama", "prefixes", keyName(&key), linkName(1, &key)}, {"llama", "prefixes", keyName(&key),
+			linkName(0, &other)},
 		{"llama", "prefixes", keyName(&key), "0_" + keyName(&key)},
 	} {
 		_, st := walk(tr, path...)
@@ -179,7 +182,8 @@ func TestStaleNode(t *testing.T) {
 	_, st := tr.GetXAttr(nil, &h, "user.tuttifs.key", make([]byte, 100))
 	require.Equal(t, eSTALE, st)
 	// Node ids that nobody gave out.
-	for _, n := range []nodeID{nodeText + 99, nodeUpload + 99, makeNode(kindPool, 500, 0, 0), makeNode(kindBlock, 500, 0, 0),
+	for _, n := range []nodeID{nodeText + 99, nodeUpload + 99, makeNode(kindPool, 500, 0, 0),
+		makeNode(kindBlock, 500, 0, 0),
 		makeNode(kindPool, 0, 0, 99), makeNode(kindBlock, 0, 0, 1<<31), makeNode(7, 0, 0, 0)} {
 		h := header(n)
 		require.Equal(t, eSTALE, tr.GetAttr(nil, &fuse.GetAttrIn{InHeader: h}, &fuse.AttrOut{}), "%x", n)
@@ -486,7 +490,8 @@ func TestTextFiles(t *testing.T) {
 	require.Equal(t, fuse.OK, st)
 	require.Equal(t, "one\n", string(got), "as it was at open")
 	var attr fuse.AttrOut
-	require.Equal(t, fuse.OK, tr.GetAttr(nil, &fuse.GetAttrIn{InHeader: header(n), Flags_: fuse.FUSE_GETATTR_FH, Fh_: fh}, &attr))
+	require.Equal(t, fuse.OK, tr.GetAttr(nil, &fuse.GetAttrIn{InHeader: header(n), Flags_: fuse.FUSE_GETATTR_FH,
+		Fh_: fh}, &attr))
 	require.EqualValues(t, 4, attr.Size)
 	require.Equal(t, fuse.OK, tr.GetAttr(nil, &fuse.GetAttrIn{InHeader: header(n)}, &attr))
 	require.EqualValues(t, 9, attr.Size)

@@ -3,7 +3,6 @@ package fs
 import (
 	"errors"
 	"fmt"
-	"log"
 	"sync"
 	"time"
 
@@ -43,8 +42,9 @@ type upload struct {
 	begun  time.Time
 	name   uploadName
 
-	mu      sync.Mutex
-	buf     []byte        // guarded by mu; the file's bytes outside the garbage collector's sight, nil before the first write
+	mu sync.Mutex
+	// guarded by mu; the file's bytes outside the garbage collector's sight, nil before the first write
+	buf     []byte
 	written []interval    // guarded by mu; ascending, neither overlapping nor touching
 	attrs   uploadAttrs   // guarded by mu; final while the file is being stored
 	opens   int           // guarded by mu
@@ -186,7 +186,10 @@ func (u *upload) writeAt(data []byte, off uint64) error {
 	}
 	u.mu.Lock()
 	defer u.mu.Unlock()
-	if u.state != uploadOpen {
+	switch u.state {
+	case uploadGone:
+		return nil // removed meanwhile: the writer goes on for nobody, as on any filesystem
+	case uploadStoring, uploadStored:
 		return errSealed
 	}
 	if u.buf == nil {
@@ -280,7 +283,7 @@ func (u *upload) commit(key gpufile.Key, cancel <-chan struct{}) error {
 		if !u.whole() {
 			err := u.short()
 			u.mu.Unlock()
-			log.Printf("tuttifs: pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
+			u.t.o.Logf("pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
 			return err
 		}
 		u.state, u.done = uploadStoring, make(chan struct{})
@@ -349,7 +352,7 @@ func (u *upload) store(key gpufile.Key, buf []byte, item gpufile.ReserveItem) {
 		u.t.counter.storedBytes.Add(uint64(u.p.size()))
 	} else {
 		u.state = uploadOpen
-		log.Printf("tuttifs: pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
+		u.t.o.Logf("pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
 	}
 	close(u.done)
 	u.mu.Unlock()

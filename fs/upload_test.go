@@ -118,7 +118,8 @@ func TestCopyIn(t *testing.T) {
 	require.EqualValues(t, 9, info.Tenant)
 	require.EqualValues(t, 33, info.Tokens)
 	require.EqualValues(t, 42, info.Position, "one more than its parent's")
-	require.Equal(t, Stats{ReadBytes: uint64(len(data)), StoredFiles: 1, StoredBytes: uint64(len(data))}, tr.counter.stats())
+	require.Equal(t, Stats{ReadBytes: uint64(len(data)), StoredFiles: 1, StoredBytes: uint64(len(data))},
+		tr.counter.stats())
 
 	_, _, st = create(tr, dir, keyName(&key))
 	require.Equal(t, eEXIST, st)
@@ -147,7 +148,8 @@ func TestCopyInRefused(t *testing.T) {
 		_, st = tr.Write(nil, &fuse.WriteIn{Fh: fh, Offset: ^uint64(0) - 5}, make([]byte, 10))
 		require.Equal(t, eFBIG, st)
 		require.Equal(t, fuse.OK, tr.Fsync(nil, &fuse.FsyncIn{Fh: fh}))
-		for name, bad := range map[string][]string{"tenant": {"", "-1", "x", "4294967296"}, "tokens": {"0", "65", "1 "}, "parent": {"", "ab", "ROOT"},
+		for name, bad := range map[string][]string{"tenant": {"", "-1", "x", "4294967296"}, "tokens": {"0",
+			"65", "1 "}, "parent": {"", "ab", "ROOT"},
 			"position": {"-1"}} {
 			for _, value := range bad {
 				require.Equal(t, fuse.EINVAL, setX(tr, n, "user.tuttifs."+name, value), "%s %q", name, value)
@@ -224,7 +226,8 @@ func TestTemporaryName(t *testing.T) {
 	require.Equal(t, fuse.ENODATA, tr.RemoveXAttr(nil, &h, "user.tuttifs.tenant"))
 	require.Equal(t, fuse.OK, setX(tr, n, "user.tuttifs.tenant", "5"))
 	require.Equal(t, fuse.OK, tr.SetAttr(nil, &fuse.SetAttrIn{SetAttrInCommon: fuse.SetAttrInCommon{InHeader: h,
-		Valid: fuse.FATTR_MODE | fuse.FATTR_UID | fuse.FATTR_MTIME, Mode: 0o644, Owner: fuse.Owner{Uid: 12}}}, &fuse.AttrOut{}))
+		Valid: fuse.FATTR_MODE | fuse.FATTR_UID | fuse.FATTR_MTIME, Mode: 0o644, Owner: fuse.Owner{Uid: 12}}},
+		&fuse.AttrOut{}))
 
 	elsewhere := mustWalk(t, tr, "llama", "blocks", "04")
 	require.Equal(t, fuse.EINVAL, rename(tr, dir, temp, dir, "other", 0))
@@ -309,6 +312,7 @@ func TestUnlinkWhileCopyingIn(t *testing.T) {
 	writeAll(t, tr, fh, testPayload(p.size(), 1), 1<<20)
 	h := header(dir)
 	require.Equal(t, fuse.OK, tr.Unlink(nil, &h, keyName(&key)))
+	writeAll(t, tr, fh, []byte("for nobody"), 10)
 	_, fh2 := mustCreate(t, tr, dir, keyName(&key))
 	require.Equal(t, fuse.OK, closeFile(tr, fh))
 	require.Empty(t, p.byKey, "what was removed is not stored")
@@ -321,7 +325,8 @@ func TestTruncate(t *testing.T) {
 	key := testKey(3, 1)
 	n, fh := mustCreate(t, tr, mustWalk(t, tr, "llama", "blocks", "03"), keyName(&key))
 	truncate := func(n nodeID, size uint64) fuse.Status {
-		in := &fuse.SetAttrIn{SetAttrInCommon: fuse.SetAttrInCommon{InHeader: header(n), Valid: fuse.FATTR_SIZE, Size: size}}
+		in := &fuse.SetAttrIn{SetAttrInCommon: fuse.SetAttrInCommon{InHeader: header(n), Valid: fuse.FATTR_SIZE,
+			Size: size}}
 		return tr.SetAttr(nil, in, &fuse.AttrOut{})
 	}
 	require.Equal(t, fuse.OK, truncate(n, uint64(p.size())))
@@ -342,8 +347,9 @@ func TestXattrs(t *testing.T) {
 	addFile(t, p, parent, gpufile.Key{}, 1)
 	addFile(t, p, key, parent, 2)
 	n := mustWalk(t, tr, blockPath(key)...)
-	want := map[string]string{"key": keyName(&key), "parent": keyName(&parent), "tenant": "0", "tokens": "64", "position": "0",
-		"slot": "1", "generation": "2", "hits": "3", "pins": "1"}
+	want := map[string]string{"key": keyName(&key), "parent": keyName(&parent), "tenant": "0", "tokens": "64",
+		"position": "0",
+		"slot":     "1", "generation": "2", "hits": "3", "pins": "1"}
 	require.Len(t, listX(t, tr, n), len(want))
 	for _, name := range listX(t, tr, n) {
 		value, st := getX(tr, n, name)
@@ -360,7 +366,8 @@ func TestXattrs(t *testing.T) {
 	value, _ = getX(tr, mustWalk(t, tr, blockPath(parent)...), "user.tuttifs.parent")
 	require.Equal(t, "root", value)
 
-	for _, name := range []string{"user.mime_type", "security.selinux", "trusted.x", "user.tuttifs.", "user.tuttifs.other", "weird"} {
+	for _, name := range []string{"user.mime_type", "security.selinux", "trusted.x", "user.tuttifs.",
+		"user.tuttifs.other", "weird"} {
 		_, st := getX(tr, n, name)
 		require.Equal(t, fuse.ENODATA, st, name)
 		h := header(n)
@@ -451,8 +458,9 @@ func TestNothingElseChanges(t *testing.T) {
 	for _, path := range [][]string{blockPath(key), {"llama"}, {"llama", "identity.json"}} {
 		out, _ := walk(tr, path...)
 		set := func(valid uint32, mode, uid, gid uint32) fuse.Status {
-			return tr.SetAttr(nil, &fuse.SetAttrIn{SetAttrInCommon: fuse.SetAttrInCommon{InHeader: header(nodeID(out.NodeId)),
-				Valid: valid, Mode: mode, Owner: fuse.Owner{Uid: uid, Gid: gid}}}, &fuse.AttrOut{})
+			return tr.SetAttr(nil,
+				&fuse.SetAttrIn{SetAttrInCommon: fuse.SetAttrInCommon{InHeader: header(nodeID(out.NodeId)),
+					Valid: valid, Mode: mode, Owner: fuse.Owner{Uid: uid, Gid: gid}}}, &fuse.AttrOut{})
 		}
 		require.Equal(t, fuse.OK, set(fuse.FATTR_MODE, out.Mode, 0, 0))
 		require.Equal(t, fuse.EPERM, set(fuse.FATTR_MODE, 0o644, 0, 0))

@@ -53,8 +53,8 @@ func parentText(parent *gpufile.Key) string {
 // xattrValueMax is the kernel's bound (XATTR_SIZE_MAX).
 const xattrValueMax = 64 << 10
 
-// extents lists where the objects lie, trailers too: "object drive unit units" a line, units of 4 KiB. A list longer than an
-// xattr can be ends with a line "..."; the ioctl has no such bound.
+// extents lists where the objects lie, trailers too: "object drive unit units" a line, units of 4 KiB. A list longer
+// than an xattr can be ends with a line "..."; the ioctl has no such bound.
 func (t *tree) extents(p *poolNode, info *gpufile.FileInfo) (string, error) {
 	const more = "...\n"
 	var text []byte
