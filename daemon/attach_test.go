@@ -127,7 +127,7 @@ func submit(t *testing.T, a *ioctl.Attachment, lane, d int, tail uint32, e nvme.
 	return status
 }
 
-// TestQueuesServeLeases: a reserved slot can be written, a pinned one read, and nothing else.
+// TestQueuesServeLeases (invariant f): a reserved slot can be written, a pinned one read, and nothing else.
 func TestQueuesServeLeases(t *testing.T) {
 	w := newWorld(t, gpufile.Options{}, ControlOptions{Pollers: 2})
 	c := w.open(true)
@@ -185,7 +185,7 @@ func TestQueuesServeLeases(t *testing.T) {
 	require.Zero(t, do(false, extents[0]), "the lane serves again, from the start")
 }
 
-// TestIncompleteCommit: a slot is committed only when all its objects were written.
+// TestIncompleteCommit (invariant m): a slot is committed only when all its objects were written.
 func TestIncompleteCommit(t *testing.T) {
 	w := newWorld(t, gpufile.Options{}, ControlOptions{})
 	c := w.open(true)

@@ -229,6 +229,62 @@ func scribble(b []byte, stop <-chan struct{}) *sync.WaitGroup {
 	return &wg
 }
 
+// TestArenaChangesMeanwhile: while keys flip between two stored chains under the daemon's hands, every grant is a
+// true one of one of the two, as if the request had been made of the copy.
+func TestArenaChangesMeanwhile(t *testing.T) {
+	const n, rounds = 256, 200
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{})
+	target := c.pool(a, "p")
+	p := w.store.PoolByName("p")
+	var seeds [2][n]ioctl.Grant
+	for set := range seeds {
+		r := ioctl.Reserve{Target: target, Items: items(a, n), Grants: grantSpan, Reserve: uint64(set + 1)}
+		for i, list := 0, ioctl.View[ioctl.ReserveItem](a.Arena, r.Items); i < n; i++ {
+			list[i].Key[30] = byte(set)
+			if i > 0 {
+				list[i].Parent[30] = byte(set)
+			}
+		}
+		c.reserve(&r)
+		copy(seeds[set][:], ioctl.View[ioctl.Grant](a.Arena, grantSpan))
+		commit := ioctl.Commit{Target: target, Reserve: r.Reserve}
+		require.Zero(t, issue(c, ioctl.CmdCommit, &commit, 0))
+		require.Equal(t, uint32(ioctl.TicketDone), c.wait(commit.Ticket).State)
+	}
+	require.Equal(t, uint64(2*n), p.Stats().Files)
+	list := keys(a, n)
+	stop := make(chan struct{})
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for set := byte(0); ; set ^= 1 {
+			select {
+			case <-stop:
+				return
+			default:
+			}
+			for i := range n {
+				ioctl.View[[32]byte](a.Arena, list)[i][30] = set
+			}
+		}
+	})
+	for round := range uint64(rounds) {
+		pin := ioctl.Pin{Target: target, Keys: list, Grants: grantSpan, Request: round + 1}
+		require.Zero(t, issue(c, ioctl.CmdPin, &pin, 0))
+		require.Equal(t, uint32(n), pin.Count, "every mix of the two is present")
+		for i, g := range ioctl.View[ioctl.Grant](a.Arena, grantSpan)[:n] {
+			g.Status = ioctl.GrantNew
+			if g != seeds[0][i] && g != seeds[1][i] {
+				t.Fatalf("round %d, key %d: %+v is neither %+v nor %+v", round, i, g, seeds[0][i], seeds[1][i])
+			}
+		}
+		require.Zero(t, issue(c, ioctl.CmdRelease, &ioctl.Release{Target: target, Request: round + 1}, 0))
+	}
+	close(stop)
+	wg.Wait()
+}
+
 // FuzzVerbs drives the real handler with any bytes, while the arena changes under it. Nothing may crash, answer an
 // errno that is not documented, or lose a slot.
 func FuzzVerbs(f *testing.F) {

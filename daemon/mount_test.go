@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"bufio"
+	"context"
 	"fmt"
 	"os"
 	"os/exec"
@@ -235,15 +236,10 @@ func (e *engine) storeAndPin(n int) error {
 	if err := e.c.Commit(&commit); err != nil {
 		return err
 	}
-	for {
-		t := ioctl.Ticket{ID: commit.Ticket}
-		if err := e.c.Ticket(&t); err != nil {
-			return err
-		}
-		if t.State == ioctl.TicketDone {
-			break
-		}
-		ioctl.FutexWait(e.a.Word(ioctl.TicketWord), 0, time.Millisecond)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	if _, err := e.c.WaitTicket(ctx, e.a, commit.Ticket); err != nil {
+		return err
 	}
 	pin := ioctl.Pin{Target: e.pool, Keys: keys(e.a, n), Grants: grantSpan, Request: 1}
 	if err := e.c.Pin(&pin); err != nil {
@@ -316,8 +312,8 @@ func helpFork(_ *testing.T, mount string) error {
 	select {}
 }
 
-// TestKillFreesEverything: kill -9 of an engine leaves no member, pin, reservation, descriptor or mapping behind,
-// even where a child of it lives on with all its descriptors.
+// TestKillFreesEverything (invariant i): kill -9 of an engine leaves no member, pin, reservation, descriptor or
+// mapping behind, even where a child of it lives on with all its descriptors.
 func TestKillFreesEverything(t *testing.T) {
 	w, dir := mounted(t, gpufile.Options{NoIO: true})
 	keeper := w.open(true)

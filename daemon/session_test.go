@@ -26,7 +26,8 @@ func (c *client) join(s *ioctl.Session) *ioctl.Attachment {
 	return a
 }
 
-// TestRanksCommitTogether: two ranks join one reservation, and both tickets are done when the second has committed.
+// TestRanksCommitTogether (invariant h): two ranks join one reservation, and both tickets are done when the second
+// has committed.
 func TestRanksCommitTogether(t *testing.T) {
 	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
 	c, d := w.open(true), w.open(true)
@@ -73,8 +74,8 @@ func TestRanksCommitTogether(t *testing.T) {
 	require.Equal(t, uint64(3), w.store.PoolByName("p").Stats().Files)
 }
 
-// TestRankDeathAborts: a reservation dies with any process that takes part in it, and the others hear of it by their
-// tickets.
+// TestRankDeathAborts (invariant h): a reservation dies with any process that takes part in it, and the others hear
+// of it by their tickets.
 func TestRankDeathAborts(t *testing.T) {
 	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
 	c, d := w.open(true), w.open(true)
@@ -99,7 +100,7 @@ func TestRankDeathAborts(t *testing.T) {
 	require.Zero(t, stats.FilesReserved+stats.Files)
 }
 
-// TestFamily: the pools of a family hit and commit together, grants lying [key][pool].
+// TestFamily (invariant h): the pools of a family hit and commit together, grants lying [key][pool].
 func TestFamily(t *testing.T) {
 	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
 	c := w.open(true)
