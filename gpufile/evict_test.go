@@ -156,6 +156,13 @@ func TestRowsMove(t *testing.T) {
 	n, err := m.Peek(ga, 0, held)
 	require.NoError(t, err)
 	require.Equal(t, 4, n, "pinned files stay")
+	// What a has not used for an hour is worth less than what b uses now: rows move on, b evicting its own meanwhile.
+	i := uint64(6000)
+	require.Eventually(t, func() bool {
+		require.NoError(t, store(t, m, gb, 0, chainItems(chainKeys(i, 4))))
+		i++
+		return b.Stats().Files > 3*uint64(b.m.SlotsPerRow())
+	}, waitFor, tick)
 	checkPool(t, a)
 	checkPool(t, b)
 	sp := w.s.Space()
@@ -271,4 +278,37 @@ func TestOpenPool(t *testing.T) {
 	_, _, found := p.Find(&Key{})
 	require.False(t, found, "a closed store finds nothing and does not crash")
 	require.False(t, errors.Is(p.Unlink(&Key{}), ErrReadOnly))
+}
+
+// TestOrderSurvivesMount: what was used last is evicted last, before and after a mount.
+func TestOrderSurvivesMount(t *testing.T) {
+	for _, policy := range Policies {
+		w := newWorld(t, 2, 64*mib, Options{NoIO: true, Policy: policy})
+		p := w.pool("a", 1, nil)
+		for i := range uint64(5) {
+			require.NoError(t, store(t, w.member(), w.s.GroupOfPool(p.ID()), 0, chainItems(chainKeys(i, 4))))
+			w.clock = w.clock.Add(time.Minute)
+		}
+		m := w.member()
+		first := chainKeys(0, 4)
+		_, err := m.Pin(w.s.GroupOfPool(p.ID()), 0, 1, first, make([]Grant, 4))
+		require.NoError(t, err)
+		m.Close()
+		w.reopen()
+		p = w.s.PoolByName("a")
+		for _, chain := range []uint64{1, 2, 3, 4, 0} {
+			keys := chainKeys(chain, 4)
+			for i := 3; i >= 0; i-- {
+				_, _, found := p.Find(&keys[i])
+				require.True(t, found)
+				n, err := p.EvictCount(1)
+				require.NoError(t, err)
+				require.Equal(t, 1, n)
+				_, _, found = p.Find(&keys[i])
+				require.False(t, found, "%s: file %d of chain %d", policy, i, chain)
+			}
+		}
+		checkPool(t, p)
+		w.close()
+	}
 }

@@ -3,6 +3,7 @@ package gpufile
 import (
 	"cmp"
 	"slices"
+	"sync/atomic"
 	"time"
 )
 
@@ -29,21 +30,36 @@ func (p *Pool) mayGrow() bool {
 	return limit == 0 || (uint64(len(p.m.Rows()))+1)*p.m.RowBytes() <= limit
 }
 
+// wish is a pool that wants a row of another.
+type wish struct {
+	p *Pool
+	// need: it cannot store otherwise. If not, it evicts its own, and a row is due to it only from a pool whose oldest files
+	// have been idle for longer.
+	need bool
+}
+
 // wantRow asks for a row of another pool and reports whether one may come. p's mutex is held.
-func (s *Store) wantRow(p *Pool) bool {
-	if s.now().UnixNano() < s.noGive.Load() || !p.mayGrow() {
+func (s *Store) wantRow(p *Pool, need bool) bool {
+	if s.now().UnixNano() < s.pause(need).Load() || !p.mayGrow() {
 		return false
 	}
 	for _, q := range s.set.Load().list {
 		if q != p && q.mayGive() {
 			select {
-			case s.giving <- p:
+			case s.wishes <- wish{p, need}:
 			default: // one is being given already
 			}
 			return true
 		}
 	}
 	return false
+}
+
+func (s *Store) pause(need bool) *atomic.Int64 {
+	if need {
+		return &s.noGive[1]
+	}
+	return &s.noGive[0]
 }
 
 // workRows serves the pools that want a row.
@@ -53,25 +69,55 @@ func (s *Store) workRows() {
 		select {
 		case <-s.quit:
 			return
-		case p := <-s.giving:
-			if !s.give(p) {
-				s.noGive.Store(s.now().Add(givePause).UnixNano())
+		case w := <-s.wishes:
+			if !s.give(w) {
+				s.pause(w.need).Store(s.now().Add(givePause).UnixNano())
 			}
-			p.mu.Lock()
-			p.growth.full = false
-			p.mu.Unlock()
+			w.p.mu.Lock()
+			w.p.growth.full = false
+			w.p.mu.Unlock()
 		}
 	}
 }
 
-// give makes another pool than p give a row back.
-func (s *Store) give(p *Pool) bool {
+// give makes another pool give a row back: the one whose files have been idle for longest.
+func (s *Store) give(w wish) bool {
+	type donor struct {
+		q    *Pool
+		idle uint32
+	}
+	var donors []donor
+	mine := w.p.oldestUse()
 	for _, q := range s.set.Load().list {
-		if q != p && q.mayGive() && q.giveRow() {
+		if q == w.p || !q.mayGive() {
+			continue
+		}
+		if d := (donor{q, q.oldestUse()}); w.need || d.idle < mine {
+			donors = append(donors, d)
+		}
+	}
+	slices.SortFunc(donors, func(a, b donor) int { return cmp.Compare(a.idle, b.idle) })
+	for _, d := range donors {
+		if d.q.giveRow() {
 			return true
 		}
 	}
 	return false
+}
+
+// oldestUse is when the file that would be evicted next was stored or hit, in Unix seconds; 0 in an empty pool.
+func (p *Pool) oldestUse() (at uint32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.policy.each(func(slot uint32) bool {
+		if !p.evictable(slot) {
+			return true
+		}
+		r := p.m.Record(slot)
+		at = max(r.LastHit, uint32(r.CommitTime/1e9))
+		return false
+	})
+	return at
 }
 
 // giveRow empties a row and drops it.

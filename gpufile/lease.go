@@ -248,6 +248,9 @@ func (ses *session) finish(l *lease) {
 	p := l.pool
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if ses.s.detached.Load() {
+		return
+	}
 	ses.unlease(l)
 	p.flushFrees()
 }

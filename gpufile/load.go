@@ -133,7 +133,9 @@ func (p *Pool) loadChains(order []uint64) {
 	}
 	parents, raw := mapWords(len(order))
 	defer unmap(raw)
-	parallel(len(order), func(from, to int) { p.findParents(order[from:to], parents[from:to]) })
+	ages, raw2 := mapWords(len(p.nodes.s)) // by slot: position above, time of the last use below
+	defer unmap(raw2)
+	parallel(len(order), func(from, to int) { p.findParents(order[from:to], parents[from:to], ages) })
 	for i, e := range order {
 		slot := uint32(e)
 		if !p.nodes.s[slot].is(flagVisible) {
@@ -145,12 +147,12 @@ func (p *Pool) loadChains(order []uint64) {
 			p.nodes.s[slot].set(flagOrphan)
 		}
 	}
-	p.loadPolicy(order, parents)
+	p.loadPolicy(order, parents, ages)
 }
 
 // findParents looks the parents of slots up: the parent's slot in the lower half, all ones for none; the upper half is not
-// zero for a file that should have one. It also counts tenants' slots.
-func (p *Pool) findParents(slots, parents []uint64) {
+// zero for a file that should have one. It also fills ages, and counts tenants' slots.
+func (p *Pool) findParents(slots, parents, ages []uint64) {
 	var keys [lookupStage]Key
 	var found [lookupStage]uint32
 	var recs [lookupStage]ondisk.Record
@@ -160,6 +162,8 @@ func (p *Pool) findParents(slots, parents []uint64) {
 		for i, s := range slots[base : base+n] {
 			recs[i] = p.m.Record(uint32(s))
 			keys[i] = recs[i].Parent
+			used := max(recs[i].LastHit, uint32(recs[i].CommitTime/1e9))
+			ages[s] = uint64(recs[i].Position)<<32 | uint64(used)
 		}
 		p.index.lookup(keys[:n], found[:n])
 		for i := range n {
@@ -186,18 +190,16 @@ func (p *Pool) findParents(slots, parents []uint64) {
 }
 
 // loadPolicy inserts the files by the time of their last use, children before their parents where that is equal.
-func (p *Pool) loadPolicy(order, scratch []uint64) {
+func (p *Pool) loadPolicy(order, scratch, ages []uint64) {
 	// Sort by position, the deepest first, then stably by time.
 	for i, e := range order {
 		slot := uint32(e)
-		order[i] = uint64(^p.m.Record(slot).Position)<<32 | uint64(slot)
+		order[i] = ^(ages[slot]>>32)<<32 | uint64(slot)
 	}
 	radixSort(order, scratch)
 	for i, e := range order {
 		slot := uint32(e)
-		lastHit, _ := p.m.HitInfo(slot)
-		committed := uint32(p.m.Record(slot).CommitTime / 1e9)
-		order[i] = uint64(max(lastHit, committed))<<32 | uint64(slot)
+		order[i] = ages[slot]<<32 | uint64(slot)
 	}
 	radixSort(order, scratch)
 	for _, e := range order {

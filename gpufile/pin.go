@@ -112,6 +112,9 @@ func (m *Member) Pin(g *Group, tenant uint32, request uint64, keys []Key, grants
 	if ps := ses.pins[k]; ps != nil {
 		return ses.repin(m, ps, tenant, keys, grants)
 	}
+	if len(ses.pins) >= RequestsMax {
+		return 0, fmt.Errorf("%w: the session has %d pins; release some", ErrInvalid, RequestsMax)
+	}
 	slots := ses.scratchSlots(len(keys) * len(g.pools))
 	n = g.hit(tenant, keys, slots)
 	for _, p := range g.pools {

@@ -111,10 +111,13 @@ func newPool(s *Store, m *extentmap.Pool) (*Pool, error) {
 	return p, nil
 }
 
+// close lets the tables go; the pool is empty then.
 func (p *Pool) close() {
 	p.index.close()
 	p.policy.close()
 	p.nodes.close()
+	p.policy, p.orphans = newLRU(&p.nodes), newList(&p.nodes)
+	p.files, p.reserved, p.doomed, p.pinned, p.toFree = 0, 0, 0, 0, nil
 }
 
 // tenant returns a tenant's use, making it as needed; the mutex is held for writing.
@@ -301,6 +304,9 @@ func (p *Pool) HoldRead(slot uint32, generation uint64, genBits int) (FileInfo, 
 func (p *Pool) drop(slot uint32) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.s.detached.Load() {
+		return
+	}
 	p.unpin(slot)
 	p.flushFrees()
 }

@@ -97,6 +97,9 @@ func (m *Member) Reserve(
 	if len(items) == 0 {
 		return 0, nil
 	}
+	if len(ses.reservations) >= RequestsMax {
+		return 0, fmt.Errorf("%w: the session has %d reservations; commit or abort some", ErrAgain, RequestsMax)
+	}
 	r, err := newReservation(m, g, k, tenant, items)
 	if err != nil {
 		return 0, err

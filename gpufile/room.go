@@ -80,11 +80,17 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	if r.cap > 0 {
 		evict = max(evict, r.used+need-planned-r.cap)
 	}
-	if evict <= 0 || p.plan(evict) {
+	if evict <= 0 {
+		return 0, nil
+	}
+	if p.plan(evict) {
+		if lack > 0 {
+			p.s.wantRow(p, false)
+		}
 		return 0, nil
 	}
 	cut = evict - (len(p.victims) - planned)
-	if lack > 0 && p.s.wantRow(p) {
+	if lack > 0 && p.s.wantRow(p, true) {
 		return cut, ErrAgain // another pool is giving a row back
 	}
 	return cut, ErrNoSpace

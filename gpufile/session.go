@@ -2,6 +2,7 @@ package gpufile
 
 import (
 	"crypto/rand"
+	"crypto/subtle"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -13,6 +14,7 @@ const (
 	SessionsMax = 65536
 	MembersMax  = 1024    // of one session
 	KeysMax     = 1 << 16 // of one peek, pin or reserve
+	RequestsMax = 1 << 16 // pins of one session, and as many reservations
 )
 
 // Token lets another process join a session.
@@ -84,7 +86,7 @@ func (s *Store) Join(t Token, uid uint32) (*Member, error) {
 	var ses *session
 	s.mu.Lock()
 	for _, c := range s.sessions {
-		if c.token == t {
+		if subtle.ConstantTimeCompare(c.token[:], t[:]) == 1 {
 			ses = c
 		}
 	}

@@ -502,3 +502,64 @@ func raceEngine(t *testing.T, w *world, p *Pool, g *Group, e uint64, rounds int)
 		m.Close()
 	}
 }
+
+// TestLeasesWhilePolling: pollers check commands while pins come and go. A command is let in only while its slot is pinned, and
+// the slot stays pinned until it is out.
+func TestLeasesWhilePolling(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	const chains, length = 16, 40
+	slots := make([]uint32, 0, chains*length)
+	for c := range uint64(chains) {
+		keys := chainKeys(c, length)
+		require.NoError(t, store(t, m, g, 0, chainItems(keys)))
+		out := make([]uint32, length)
+		require.Equal(t, length, p.Lookup(keys, out))
+		slots = append(slots, out...)
+	}
+	stop := make(chan struct{})
+	var pollers sync.WaitGroup
+	for poller := range 3 {
+		pollers.Go(func() {
+			let := 0
+			for i := poller; ; i++ {
+				select {
+				case <-stop:
+					if let == 0 {
+						t.Error("no command was let in")
+					}
+					return
+				default:
+				}
+				slot := slots[i*7%len(slots)]
+				d, unit, units := access(p, slot, uint16(i%3))
+				if a, ok := m.Authorize(false, d, unit, units); ok {
+					p.mu.RLock()
+					if p.nodes.s[slot].pins() == 0 {
+						t.Error("a command in flight on a slot that is not pinned")
+					}
+					p.mu.RUnlock()
+					m.Complete(a, true)
+					let++
+				}
+			}
+		})
+	}
+	for i := range uint64(500) {
+		_, err := m.Pin(g, 0, i, chainKeys(i*5%chains, length), make([]Grant, length))
+		require.NoError(t, err)
+		if i >= 3 {
+			require.NoError(t, m.Release(g, i-3))
+		}
+	}
+	close(stop)
+	pollers.Wait()
+	for i := range uint64(3) {
+		require.NoError(t, m.Release(g, 497+i))
+	}
+	require.Zero(t, m.ses.leases.live)
+	require.Zero(t, p.Stats().FilesPinned)
+	checkPool(t, p)
+}

@@ -50,8 +50,8 @@ type Store struct {
 
 	verify  atomic.Pointer[func(*Pool, uint32, checksum.Seed) bool]
 	reports chan report
-	giving  chan *Pool   // pools that want a row of another
-	noGive  atomic.Int64 // Unix ns until which giving is not tried again
+	wishes  chan wish
+	noGive  [2]atomic.Int64 // by need: Unix ns until which wishes are not heard again
 	wake    chan struct{}
 	quit    chan struct{}
 	workers sync.WaitGroup
@@ -80,7 +80,7 @@ func Open(v *extentmap.Volume, o Options) (*Store, error) {
 		v: v, o: o, now: o.Now, readOnly: v.Info().ReadOnly,
 		sessions: make(map[uint32]*session),
 		reports:  make(chan report, reportsMax),
-		giving:   make(chan *Pool, 1),
+		wishes:   make(chan wish, 1),
 		wake:     make(chan struct{}, 1),
 		quit:     make(chan struct{}),
 	}
