@@ -68,7 +68,7 @@ func newAdmin(c *Controller, sq []nvme.SQE, cq []nvme.CQE) (*admin, error) {
 	q.admin, q.onKill = a, a.die
 	q.order.slots = nil // a parked command must hold up nobody
 	a.sqs[0] = q
-	p.add(q, inline, "admin")
+	p.add(q, Inline, "admin")
 	return a, nil
 }
 

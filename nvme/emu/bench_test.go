@@ -5,8 +5,10 @@ import (
 	"runtime"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/nvme"
 )
@@ -114,7 +116,11 @@ func BenchmarkFile(b *testing.B) {
 					b.ResetTimer()
 					// One thread does both sides, as fio does: what is compared is the work, not the luck of two threads.
 					h.pumpRW(b, write, size, 16, func() {
-						if p.Step() == 0 && !p.waitRing() {
+						switch {
+						case p.Step() > 0:
+						case backend == URing:
+							p.ring.wait(napMax)
+						default:
 							nvme.FutexWait(&p.event, 0, napMax)
 						}
 					})
@@ -123,5 +129,38 @@ func BenchmarkFile(b *testing.B) {
 				})
 			}
 		}
+	}
+}
+
+// The same through a running poller, as an engine in another process has it.
+func BenchmarkRunningPoller(b *testing.B) {
+	d := fileDrive(b, 1<<28)
+	chunk := mmapTest(b, 1<<20)
+	fill(chunk, 9)
+	for off := int64(0); off < 1<<28; off += 1 << 20 {
+		require.NoError(b, d.WriteAt(chunk, off))
+	}
+	const size = 64 << 10
+	for _, depth := range []int{16, 64} {
+		b.Run(fmt.Sprintf("uring-64K-%d", depth), func(b *testing.B) {
+			var armed, wake uint32 = 1, 0
+			c, err := New(Config{Drive: d, SGL: true})
+			require.NoError(b, err)
+			p, err := NewPoller(PollerConfig{Backend: URing, Armed: &armed, Wake: &wake})
+			require.NoError(b, err)
+			h := attachHost(b, c, p, nil, 128, depth*size)
+			go p.Run()
+			defer p.Stop()
+			var before, after unix.Rusage
+			_ = unix.Getrusage(unix.RUSAGE_SELF, &before)
+			b.SetBytes(size)
+			b.ResetTimer()
+			var nap uint32
+			h.pumpRW(b, false, size, depth, func() { nvme.FutexWait(&nap, 0, 10*time.Microsecond) })
+			b.StopTimer()
+			_ = unix.Getrusage(unix.RUSAGE_SELF, &after)
+			cpu := time.Duration(after.Utime.Nano() + after.Stime.Nano() - before.Utime.Nano() - before.Stime.Nano())
+			b.ReportMetric(cpu.Seconds()/(float64(b.N)*size/1e9), "cpu-s/GB")
+		})
 	}
 }

@@ -23,7 +23,7 @@ const (
 func (c *Controller) choose(want Backend) (Backend, string) {
 	switch {
 	case c.bytes != nil:
-		return inline, "a memory drive"
+		return Inline, "a memory drive"
 	case c.fd < 0:
 		return Pread, "the drive has no descriptor"
 	case want != Auto:

@@ -4,8 +4,8 @@ import (
 	"encoding/binary"
 )
 
-// inline is the way to a memory drive: the poller copies.
-const inline Backend = "memory"
+// Inline is the way to a memory drive: the poller copies.
+const Inline Backend = "memory"
 
 // inline says whether the poller serves the command itself: transfers of memory drives, and what asks for nothing. Ranges
 // go to workers even there, since they may be as long as the namespace.
@@ -13,7 +13,7 @@ func (c *command) inline() bool {
 	if c.kind == doZeroes || c.kind == doDiscard {
 		return len(c.ranges) == 0
 	}
-	return c.queue.backend == inline
+	return c.queue.backend == Inline
 }
 
 // serveMemory moves a read or write between a memory drive and the executor. A flush has nothing to do.

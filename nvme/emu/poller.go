@@ -28,6 +28,14 @@ const (
 	kickEvery   = time.Millisecond // how often Stop repeats its wake-up until the poller has ended
 )
 
+// While transfers are in the kernel the poller may wait there for the next one, and not see doorbells meanwhile, or spin
+// for the executor's answer to what has completed. It spins as long as that pays: this many times in a row without a
+// doorbell, and then no more but for one look in so many turns.
+const (
+	spinLuck  = 8
+	spinProbe = 64
+)
+
 // PollerConfig of one polling thread (one or more per session).
 type PollerConfig struct {
 	Backend Backend
@@ -56,6 +64,7 @@ type Poller struct {
 	ringErr error
 	timers  timers
 	blocked int        // commands that workers have
+	fetched int        // commands fetched in the last step
 	extra   func() int // the admin queue's own work, after all queues
 	closed  bool
 }
@@ -119,15 +128,28 @@ func (p *Poller) Step() int {
 }
 
 func (p *Poller) step() int {
-	n := p.reap()
+	start := time.Now()
+	p.fetched = 0
+	n, busy := p.reap(), 0
 	for _, q := range p.queues {
-		n += q.serve(p)
+		q.worked = q.serve(p)
+		n += q.worked
+		busy += min(q.worked, 1)
 	}
 	if p.extra != nil {
 		n += p.extra()
 	}
 	if p.ring != nil {
 		p.ring.submit()
+	}
+	if busy > 0 {
+		share := uint64(time.Since(start)) / uint64(busy)
+		for _, q := range p.queues {
+			if q.worked > 0 {
+				q.stats.BusyNanoseconds += share
+				q.controller.stats.add(&q.stats)
+			}
+		}
 	}
 	return n
 }
@@ -257,9 +279,20 @@ func (p *Poller) Run() {
 	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)
 	defer func() { _ = unix.Prctl(unix.PR_SET_TIMERSLACK, 0, 0, 0, 0) }()
 
-	var idle time.Time // since when there is nothing to do
-	for !p.stop.Load() {
-		if p.Step() > 0 {
+	var (
+		idle time.Time // since when there is nothing to do
+		luck = spinLuck
+	)
+	for turn := uint32(0); !p.stop.Load(); turn++ {
+		p.mu.Lock()
+		n := p.step()
+		rung := p.fetched > 0
+		inKernel := p.ring != nil && p.ring.inflight > 0
+		p.mu.Unlock()
+		if n > 0 {
+			if rung && !idle.IsZero() {
+				luck = spinLuck
+			}
 			idle = time.Time{}
 			continue
 		}
@@ -267,10 +300,15 @@ func (p *Poller) Run() {
 		if idle.IsZero() {
 			idle = now
 		}
-		if now.Sub(idle) < p.cfg.Spin || p.waitRing() {
-			continue
-		}
-		if p.rest() {
+		switch spinning := now.Sub(idle) < p.cfg.Spin; {
+		case inKernel && spinning && (luck > 0 || turn%spinProbe == 0):
+		case inKernel:
+			if !spinning && luck > 0 {
+				luck--
+			}
+			p.ring.wait(napMax)
+		case spinning:
+		case p.rest():
 			idle = time.Time{}
 		}
 	}
@@ -304,18 +342,6 @@ func (p *Poller) rest() bool {
 }
 
 func (p *Poller) armed() bool { return p.cfg.Armed != nil && atomic.LoadUint32(p.cfg.Armed) != 0 }
-
-// waitRing waits in the kernel for the ring's next completion, if that is all there is to wait for.
-func (p *Poller) waitRing() bool {
-	p.mu.Lock()
-	r := p.ring
-	wait := r != nil && r.inflight > 0
-	p.mu.Unlock()
-	if wait {
-		r.wait(napMax)
-	}
-	return wait
-}
 
 // Stop ends Run and waits for it, and for everything that backends still have: after it returns the poller touches
 // neither memory nor drives. Queues should be quiesced first; those that are not are left without service.

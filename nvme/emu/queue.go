@@ -80,6 +80,7 @@ type Queue struct {
 	busy     [1 << 16 / 64]uint64 // command ids in flight
 	inflight int                  // commands that a backend or the authority knows of
 	copied   int                  // bytes moved inline in this service
+	worked   int                  // commands fetched and completed in this step
 	shuffle  uint32
 	stats    Stats
 
@@ -165,20 +166,15 @@ func (q *Queue) serve(p *Poller) int {
 		q.kill(p)
 		return 0
 	}
-	if q.head == q.tail && len(q.ready) == 0 && q.order.n == 0 || q.draining && q.order.n == 0 && len(q.ready) == 0 {
+	if (q.head == q.tail || q.draining) && len(q.ready) == 0 && q.order.n == 0 {
 		return 0
 	}
-	start := time.Now()
 	n := 0
 	if !q.draining {
 		n = q.fetch(p)
+		p.fetched += n
 	}
-	n += q.publish()
-	if n > 0 {
-		q.stats.BusyNanoseconds += uint64(time.Since(start))
-		q.controller.stats.add(&q.stats)
-	}
-	return n
+	return n + q.publish()
 }
 
 func (q *Queue) fetch(p *Poller) int {
