@@ -285,6 +285,7 @@ func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
 	return eachMember(members, func(m *member) error {
 		w := tableWriter{v: v, m: m, copy: copy, sequence: sequence}
 		w.buffer = drive.AlignedBuffer(min(writeBlocks, blocks[m]) * ondisk.BlockBytes)
+		defer drive.FreeBuffer(w.buffer)
 		for _, s := range byDrive[m] {
 			if err := w.add(s); err != nil {
 				return err
@@ -365,6 +366,7 @@ func (w *tableWriter) write() error {
 func (v *Volume) writeCatalog(stream []byte, super *ondisk.Superblock) error {
 	first := v.catalogUnit(super.CatalogArea)
 	b := drive.AlignedBuffer(int(super.CatalogBlocks) * ondisk.BlockBytes)
+	defer drive.FreeBuffer(b)
 	for i := range super.CatalogBlocks {
 		payload := stream[int(i)*ondisk.PayloadBytes:]
 		payload = payload[:min(len(payload), ondisk.PayloadBytes)]

@@ -132,6 +132,7 @@ func (v *Volume) fail(err error) {
 func (v *Volume) committer() {
 	defer v.committing.Done()
 	c := &commit{v: v, buffer: drive.AlignedBuffer(min(batchBlocks, int(v.journal.Blocks/2)) * ondisk.BlockBytes)}
+	defer func() { drive.FreeBuffer(c.buffer) }()
 	for {
 		batch, closing := v.takeBatch()
 		if len(batch) == 0 {
@@ -249,6 +250,7 @@ func (c *commit) write(batch []*Transaction, errs []error) error {
 		return err
 	}
 	if len(c.buffer) < count*ondisk.BlockBytes {
+		drive.FreeBuffer(c.buffer)
 		c.buffer = drive.AlignedBuffer(count * ondisk.BlockBytes)
 	}
 	chain = c.fill(batch, errs, head, chain, uint32(count))

@@ -2,7 +2,6 @@ package extentmap
 
 import (
 	"fmt"
-	"runtime"
 	"sync"
 	"sync/atomic"
 
@@ -10,8 +9,12 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-// readBlocks is the largest single read of a record table.
-const readBlocks = 1024
+const (
+	// readBlocks is the largest single read of a record table.
+	readBlocks = 1024
+	// loadWorkers read record tables at once: enough to keep several drives busy.
+	loadWorkers = 16
+)
 
 // load brings the volume's state into memory: catalog, record tables, journal. It writes nothing.
 func (v *Volume) load(list []candidate) error {
@@ -115,7 +118,7 @@ func (v *Volume) loadTables(rows []*row) {
 	var next atomic.Int64
 	var wg sync.WaitGroup
 	var mu sync.Mutex // dirty marks
-	for range min(len(rows), max(4, runtime.GOMAXPROCS(0))) {
+	for range min(len(rows), loadWorkers) {
 		wg.Go(func() {
 			for {
 				i := int(next.Add(1)) - 1

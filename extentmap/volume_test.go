@@ -72,6 +72,16 @@ func record(v *extentmap.Volume, n uint64) *ondisk.Record {
 	return &ondisk.Record{Key: key(n), Parent: key(n - 1), Nonce: nonce, Generation: generation, CommitTime: int64(n), Tokens: 16, Position: uint32(n), Owner: 1000}
 }
 
+// readLabel decodes copy A of a drive's label.
+func readLabel(t testing.TB, set *maptest.Set, drive int) *ondisk.Label {
+	t.Helper()
+	b := make([]byte, ondisk.BlockBytes)
+	require.NoError(t, set.Drives()[drive].ReadAt(b, 0))
+	l, err := ondisk.DecodeLabel(b, 0)
+	require.NoError(t, err)
+	return l
+}
+
 func put(t testing.TB, p *extentmap.Pool, v *extentmap.Volume, slot uint32, n uint64) {
 	t.Helper()
 	tx := v.Begin()

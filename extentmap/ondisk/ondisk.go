@@ -23,7 +23,7 @@ const (
 	// MaxIdentityBytes bounds a pool's identity.
 	MaxIdentityBytes = 16 << 10
 	// MaxGeometryBytes bounds a pool's encoded geometry.
-	MaxGeometryBytes = 8 << 20
+	MaxGeometryBytes = 1 << 20
 )
 
 var (
