@@ -1,9 +1,9 @@
-// Package engine is the engine's side in Go: a mount, its sessions and pools, and the way of KV bytes by gio. Metadata goes
-// by ioctl, bytes by queue pairs in shared memory; neither passes through the other.
+// Package engine is the engine's side in Go: a mount, its sessions and pools, and the way of KV bytes by gio.
+// Metadata goes by ioctl, bytes by queue pairs in shared memory; neither passes through the other.
 //
-// A block's way: Pin gives slots and seeds, gio.Layers restores them layer by layer, Release ends the lease. A store is
-// Reserve, gio.Layers, Commit. Everything is safe for concurrent use. Every wait is bounded by the session's deadline, and
-// ends with an error when the daemon dies; a new Mount and Session then begin again.
+// A block's way: Pin gives slots and seeds, gio.Layers restores them layer by layer, Release ends the lease. A store
+// is Reserve, gio.Layers, Commit. Everything is safe for concurrent use. Every wait is bounded by the session's
+// deadline, and ends with an error when the daemon dies; a new Mount and Session then begin again.
 package engine
 
 import (

@@ -186,7 +186,8 @@ func chain(seed uint64, n int) ([]Key, []Item) {
 
 // content is what an object of a key holds.
 func content(b []byte, key *Key, object uint16) {
-	source := rand.New(rand.NewPCG(binary.LittleEndian.Uint64(key[:])<<16|uint64(object), binary.LittleEndian.Uint64(key[8:])))
+	seed, block := binary.LittleEndian.Uint64(key[:]), binary.LittleEndian.Uint64(key[8:])
+	source := rand.New(rand.NewPCG(seed<<16|uint64(object), block))
 	for i := range b {
 		b[i] = byte(source.Uint32())
 	}
@@ -427,7 +428,8 @@ func TestMountLaneComesBack(t *testing.T) {
 	require.NoError(t, u.session.attach.Quiesce(0))
 	memory, err := u.session.Ring().Register(bytes.Repeat([]byte{0xee}, 16384))
 	require.NoError(t, err)
-	ticket, err := u.session.Ring().Issue(false, u.pool.Map(), []gio.IOCTX{{Desc: memory.Desc(0), Slot: grants[0].Slot}})
+	ctxs := []gio.IOCTX{{Desc: memory.Desc(0), Slot: grants[0].Slot}}
+	ticket, err := u.session.Ring().Issue(false, u.pool.Map(), ctxs)
 	require.NoError(t, err)
 	failed, err := u.session.Ring().Wait(ticket)
 	require.NoError(t, err)
@@ -438,7 +440,8 @@ func TestMountLaneComesBack(t *testing.T) {
 	u.restore(3, 0, keys, true)
 }
 
-// TestMountDaemonDies: waits end when the daemon is killed, everything closes, and a new session finds what was committed.
+// TestMountDaemonDies: waits end when the daemon is killed, everything closes, and a new session finds what was
+// committed.
 func TestMountDaemonDies(t *testing.T) {
 	v := newVolume(t)
 	u := newUser(t, v, mountOptions, nil)

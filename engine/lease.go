@@ -36,8 +36,8 @@ func (c *control) batch(n int) (int, error) {
 	return k, nil
 }
 
-// partID names the k-th batch of a request or reservation. The first has the caller's id; the others are spread over all
-// 64 bits, where a caller that counts its requests does not meet them.
+// partID names the k-th batch of a request or reservation. The first has the caller's id; the others are spread over
+// all 64 bits, where a caller that counts its requests does not meet them.
 func partID(id uint64, k int) uint64 {
 	if k == 0 {
 		return id
@@ -207,8 +207,8 @@ func (p *Pool) releaseParts(request uint64, parts int) error {
 	return errors.Join(errs...)
 }
 
-// Reserve leases slots for writing: all or nothing, or a leading run with partial. It retries while space is being freed,
-// until the deadline. Other ranks of the session join by the same id.
+// Reserve leases slots for writing: all or nothing, or a leading run with partial. It retries while space is being
+// freed, until the deadline. Other ranks of the session join by the same id.
 func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
 	if len(grants) < len(items) {
 		return 0, fmt.Errorf("%w: %d grants for %d items", ErrInvalid, len(grants), len(items))
@@ -250,7 +250,8 @@ func (p *Pool) reserve(tenant uint32, reserve uint64, items []Item, partial bool
 	return n, p.follow(generation)
 }
 
-func (p *Pool) reserveLocked(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, uint64, error) {
+func (p *Pool) reserveLocked(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (
+	int, uint64, error) {
 	c := p.control
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -285,8 +286,8 @@ func (p *Pool) reserveLocked(tenant uint32, reserve uint64, items []Item, partia
 	return n, a.MapGeneration, nil
 }
 
-// Commit says that all objects of rank are written, and waits until the files are durable: with several ranks, until the
-// last of them has committed. Ranks of one process therefore commit side by side, or with CommitRanks.
+// Commit says that all objects of rank are written, and waits until the files are durable: with several ranks, until
+// the last of them has committed. Ranks of one process therefore commit side by side, or with CommitRanks.
 func (p *Pool) Commit(reserve uint64, rank uint16) error {
 	return p.CommitRanks(reserve, rank)
 }

@@ -60,8 +60,8 @@ func (c *control) openPool(spec PoolSpec) (*Pool, error) {
 		return nil, fmt.Errorf("%w: %w", ErrInvalid, err)
 	}
 	a := ioctl.PoolOpen{
-		MinBytes: spec.MinBytes, MaxBytes: spec.MaxBytes, TokensPerFile: spec.TokensPerFile, TrailingHit: spec.TrailingHit,
-		MaxSlots: spec.MaxSlots, ChecksumAlg: 1,
+		MinBytes: spec.MinBytes, MaxBytes: spec.MaxBytes, MaxSlots: spec.MaxSlots,
+		TokensPerFile: spec.TokensPerFile, TrailingHit: spec.TrailingHit, ChecksumAlg: 1,
 	}
 	if len(spec.Name) > len(a.Name) || len(spec.Family) > len(a.Family) {
 		return nil, fmt.Errorf("%w: names have at most %d bytes", ErrInvalid, ioctl.NameBytes)
@@ -242,8 +242,8 @@ func parseRow(b []byte, width int) gio.MapRow {
 // Layout is the pool's layout; it never changes.
 func (p *Pool) Layout() *stripe.Layout { return p.layout }
 
-// Map is the pool's extent map, refreshed when the mount says that rows have moved. If that fails, the last one is still
-// right for every slot that is leased: rows under leases do not move.
+// Map is the pool's extent map, refreshed when the mount says that rows have moved. If that fails, the last one is
+// still right for every slot that is leased: rows under leases do not move.
 func (p *Pool) Map() *gio.Map {
 	if p.control.mapWord() != p.word.Load() {
 		_ = p.fetchMap()

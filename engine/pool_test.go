@@ -184,7 +184,8 @@ func newPool(t *testing.T, n int) (*Pool, *fakeMount, *[]uint64) {
 		present: map[Key]bool{}, pins: map[uint64]int{}, reserved: map[uint64]int{},
 	}
 	for i := range uint32(5) {
-		f.rows = append(f.rows, gio.MapRow{Number: 3 * i, Drives: []uint16{0, 1}, Units: []uint64{uint64(i), uint64(i)}})
+		units := []uint64{uint64(i), uint64(i)}
+		f.rows = append(f.rows, gio.MapRow{Number: 3 * i, Drives: []uint16{0, 1}, Units: units})
 	}
 	var waited []uint64
 	c := &control{verbs: f, deadline: time.Second, arena: f.arena, mapWord: func() uint64 { return f.word },

@@ -44,7 +44,8 @@ func (o SessionOptions) validate() error {
 		return fmt.Errorf("%w: negative session option", ErrInvalid)
 	}
 	if o.BounceBytes > o.DMABytes {
-		return fmt.Errorf("%w: %d bytes of bounce cells in %d bytes of DMA memory", ErrInvalid, o.BounceBytes, o.DMABytes)
+		return fmt.Errorf("%w: %d bytes of bounce cells in %d bytes of DMA memory",
+			ErrInvalid, o.BounceBytes, o.DMABytes)
 	}
 	return nil
 }
@@ -150,7 +151,10 @@ func (m *Mount) JoinSession(token [16]byte, o SessionOptions) (*Session, error) 
 	return m.session(o, func(c *ioctl.Client, a *ioctl.Session) error { return c.SessionJoin(a) }, token)
 }
 
-func (m *Mount) session(o SessionOptions, enter func(*ioctl.Client, *ioctl.Session) error, token [16]byte) (*Session, error) {
+// enter is SESSION_CREATE or SESSION_JOIN.
+type enter func(*ioctl.Client, *ioctl.Session) error
+
+func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session, error) {
 	if err := o.validate(); err != nil {
 		return nil, err
 	}
@@ -200,8 +204,9 @@ func (s *Session) build(o SessionOptions) error {
 	}
 	var err error
 	s.ring, err = gio.NewRing(gio.RingConfig{
-		Lanes: s.queues, DMA: s.attach.DMA, DMABase: r.DMABase, BounceBytes: o.BounceBytes, ChunkCommands: o.ChunkCommands,
-		Armed: s.attach.Word(ioctl.ArmedWord), Wake: s.attach.Word(ioctl.WakeWord), SGL: r.SGL == 1, Deadline: o.Deadline,
+		Lanes: s.queues, DMA: s.attach.DMA, DMABase: r.DMABase, SGL: r.SGL == 1,
+		BounceBytes: o.BounceBytes, ChunkCommands: o.ChunkCommands, Deadline: o.Deadline,
+		Armed: s.attach.Word(ioctl.ArmedWord), Wake: s.attach.Word(ioctl.WakeWord),
 		Quiesce: s.attach.Quiesce,
 		Reattach: func(lane int) ([]gio.Queue, error) {
 			if err := s.attach.Reattach(lane); err != nil {

@@ -7,7 +7,8 @@
 //   - A lane holds one chunk at a time; pipelining takes more lanes. A queue's completion entries fill in order, so the
 //     phase bit of the chunk's last entry says that all are in.
 //   - Every command id is matched and every status checked. A command id completes once.
-//   - Memory of a chunk that did not complete is given back only after Quiesce has confirmed that nothing will touch it.
+//   - Memory of a chunk that did not complete is given back only after Quiesce has confirmed that nothing will touch
+//     it.
 //   - Targets of failed reads are zeroed before anybody is told.
 //   - Nothing is allocated per object; a batch costs a fixed number of allocations.
 //

@@ -34,8 +34,8 @@ type lane struct {
 	errors   int // commands with a bad status
 }
 
-// laneQueue is one queue pair as the executor sees it. Tail, head and phase are private: what stands in shared memory is
-// written and never read back.
+// laneQueue is one queue pair as the executor sees it. Tail, head and phase are private: what stands in shared memory
+// is written and never read back.
 type laneQueue struct {
 	sq             []nvme.SQE
 	cq             []nvme.CQE

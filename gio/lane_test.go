@@ -46,7 +46,8 @@ func newHand(t *testing.T, depth int) *hand {
 		},
 	})
 	require.NoError(t, err)
-	g := stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 4096}}}}}.WithTrailers()
+	object := stripe.Object{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 4096}}}
+	g := stripe.Geometry{Objects: []stripe.Object{object}}.WithTrailers()
 	layout, err := stripe.NewLayout(g, 1)
 	require.NoError(t, err)
 	h.m, err = NewMap(layout, 1000*layout.SlotUnits(), []MapRow{{Drives: []uint16{0}, Units: []uint64{0}}}, 1)

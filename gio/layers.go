@@ -21,9 +21,9 @@ type scratch struct {
 	memory *Memory
 }
 
-// Layers is the layer verbs' state for one batch of slots and one rank: the slots' trailers (read and verified at first,
-// or collected for a store). Several layers may be in flight; methods are safe for concurrent use, but not Finish and
-// Close beside others.
+// Layers is the layer verbs' state for one batch of slots and one rank: the slots' trailers (read and verified at
+// first, or collected for a store). Several layers may be in flight; methods are safe for concurrent use, but not
+// Finish and Close beside others.
 //
 // A slot fails alone: its targets are zeroed, it is skipped from then on and Failed says why. The error that a verb
 // itself returns is about the batch: a wrong argument, or a ring that is gone.
@@ -140,9 +140,9 @@ type LayerTicket struct {
 	active  []uint32 // slots of the batch's IOCTXs, len(objects) each
 }
 
-// RetrieveLayer reads the layer's objects of all slots into dst: dst[i*objectsOfLayer+j] is the descriptor for slot i,
-// object j of the layer. Wait verifies each object's checksum; failed slots are zeroed and reported by Failed. The caller
-// leaves dst alone until Wait.
+// RetrieveLayer reads the layer's objects of all slots into dst: dst[i*objectsOfLayer+j] is the descriptor for slot
+// i, object j of the layer. Wait verifies each object's checksum; failed slots are zeroed and reported by Failed. The
+// caller leaves dst alone until Wait.
 func (l *Layers) RetrieveLayer(layer uint16, dst []uint64) (*LayerTicket, error) {
 	t, ctxs, err := l.prepare(layer, dst, false)
 	if err != nil {
@@ -230,8 +230,8 @@ func (t *LayerTicket) zero(i int) {
 	}
 }
 
-// Wait completes the layer and, for reads, verifies it. Slots that failed are in Failed and zeroed; the error is for the
-// whole: the ring is gone.
+// Wait completes the layer and, for reads, verifies it. Slots that failed are in Failed and zeroed; the error is for
+// the whole: the ring is gone.
 func (t *LayerTicket) Wait() error {
 	l := t.layers
 	results, err := l.ring.Wait(t.ticket)
@@ -314,8 +314,8 @@ func (l *Layers) failSlot(i int, err error) {
 	}
 }
 
-// Finish writes the trailers, once every layer was stored and waited for. Commit may follow when it returns nil: then all
-// slots are whole. Otherwise Failed names those that are not.
+// Finish writes the trailers, once every layer was stored and waited for. Commit may follow when it returns nil: then
+// all slots are whole. Otherwise Failed names those that are not.
 func (l *Layers) Finish() error {
 	if !l.store || l.closed {
 		return fmt.Errorf("%w: nothing is being stored", ErrInvalid)

@@ -22,8 +22,8 @@ const (
 	windowHalf = windowPages / 2
 )
 
-// prpTable is the windows in DMA memory. Pages are numbered from the start of the DMA memory; windows 1.. exist, so that
-// the window before that of page 0 does.
+// prpTable is the windows in DMA memory. Pages are numbered from the start of the DMA memory; windows 1.. exist, so
+// that the window before that of page 0 does.
 type prpTable struct {
 	base uint64 // I/O address of window 1
 	dma  uint64 // I/O address of page 0

@@ -35,13 +35,13 @@ type RingConfig struct {
 	Armed, Wake   *uint32       // as in emu.PollerConfig; nil if nobody sleeps
 	SGL           bool          // one SGL data block per command instead of PRPs
 	Deadline      time.Duration // per wait and per chunk, 30 s
-	// Quiesce asks the controller's owner to stop lane l and confirms; called before a timed-out chunk's memory is given
-	// back. It must return in bounded time. An error means that nobody knows: the ring is then abandoned whole.
+	// Quiesce asks the controller's owner to stop lane l and confirms; called before a timed-out chunk's memory is
+	// given back. It must return in bounded time. An error means that nobody knows: the ring is then abandoned whole.
 	Quiesce func(lane int) error
 	// Reattach gives a quiesced lane new queue pairs, heads and tails at zero. Nil leaves quiesced lanes dead.
 	Reattach func(lane int) ([]Queue, error)
-	// Step, where set, is called by waits instead of yielding: it runs the controller on this thread (single-core benches
-	// and tests).
+	// Step, where set, is called by waits instead of yielding: it runs the controller on this thread (single-core
+	// benches and tests).
 	Step func()
 }
 
@@ -53,8 +53,9 @@ const (
 	scratchDefault  = 1 << 20
 )
 
-// Ring is the CPU executor. Safe for concurrent use; one lane serves one chunk at a time. It has no thread of its own:
-// whoever issues or waits moves all lanes on, so that the cost of a chunk falls to a thread that has nothing better to do.
+// Ring is the CPU executor. Safe for concurrent use; one lane serves one chunk at a time. It has no thread of its
+// own: whoever issues or waits moves all lanes on, so that the cost of a chunk falls to a thread that has nothing
+// better to do.
 type Ring struct {
 	config  RingConfig
 	lanes   []*lane
@@ -131,7 +132,8 @@ func (c *RingConfig) validate() error {
 	if len(c.DMA) == 0 || uintptr(unsafe.Pointer(unsafe.SliceData(c.DMA)))%pageBytes != 0 || c.DMABase%pageBytes != 0 {
 		bad("DMA memory of %d bytes at %#x does not begin on a page", len(c.DMA), c.DMABase)
 	}
-	if c.BounceBytes < 0 || c.ChunkCommands < 0 || c.Deadline < 0 || c.ScratchBytes < 0 || c.ScratchBytes%pageBytes != 0 {
+	if c.BounceBytes < 0 || c.ChunkCommands < 0 || c.Deadline < 0 ||
+		c.ScratchBytes < 0 || c.ScratchBytes%pageBytes != 0 {
 		bad("bounce %d, scratch %d, chunk %d, deadline %v: negative or no whole pages",
 			c.BounceBytes, c.ScratchBytes, c.ChunkCommands, c.Deadline)
 	}
@@ -198,8 +200,8 @@ func (r *Ring) mapDrives() {
 // DMA is the part of the DMA memory that the ring leaves to its user: buffers in it are reached directly.
 func (r *Ring) DMA() []byte { return r.user }
 
-// Close fails what is in flight or waiting, quiescing first, and refuses everything afterwards. It returns an error if a
-// lane could not be quiesced: the DMA memory may then still be written to.
+// Close fails what is in flight or waiting, quiescing first, and refuses everything afterwards. It returns an error
+// if a lane could not be quiesced: the DMA memory may then still be written to.
 func (r *Ring) Close() error {
 	r.mu.Lock()
 	r.closed = true

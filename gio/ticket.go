@@ -105,8 +105,8 @@ func (t *Ticket) letGo() {
 }
 
 // Wait blocks until the batch is complete, at most the ring's deadline (and the time of a quiesce); it returns failed
-// IOCTXs in batch order (empty when all is well) and zeroes their targets for reads. The error is for the ring as a whole:
-// it is gone; the failed IOCTXs are returned with it.
+// IOCTXs in batch order (empty when all is well) and zeroes their targets for reads. The error is for the ring as a
+// whole: it is gone; the failed IOCTXs are returned with it.
 func (r *Ring) Wait(t *Ticket) ([]Result, error) {
 	begin := time.Time{}
 	for idle := 0; t.left.Load() > 0; idle++ {

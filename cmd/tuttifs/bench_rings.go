@@ -20,12 +20,15 @@ type benchRingsOptions struct {
 	size       sizeFlag
 	threads    int
 	skipFile   bool
+
+	rounds int           // pairs of measurements
+	period time.Duration // of one with files; those in RAM take a quarter
 }
 
 func newBenchRings() *command {
 	o := &benchRingsOptions{size: 1 << 30}
 	f := newFlags("bench rings")
-	f.StringVar(&o.dir, "dir", "", "directory for the temporary drive files (default: the system's for temporary files)")
+	f.StringVar(&o.dir, "dir", "", "directory for the temporary drive files (default: that of the system)")
 	f.Var(&o.size, "size", "bytes of all drives together, and of the engine's memory with RAM-backed drives")
 	f.IntVar(&o.threads, "threads", 0, "threads with RAM-backed drives (default: 1, and one a core)")
 	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
@@ -52,19 +55,14 @@ and is left out without it.`,
 	}
 }
 
-// rounds and their length.
-func (o *benchRingsOptions) rounds() int {
-	if o.quick {
-		return 3
+// plan sets the rounds and their length.
+func (o *benchRingsOptions) plan() {
+	if o.rounds == 0 {
+		o.rounds, o.period = 7, 2*time.Second
+		if o.quick {
+			o.rounds, o.period = 3, time.Second
+		}
 	}
-	return 7
-}
-
-func (o *benchRingsOptions) seconds() time.Duration {
-	if o.quick {
-		return time.Second
-	}
-	return 2 * time.Second
 }
 
 // benchObjects are the object sizes.
@@ -117,6 +115,7 @@ func (o *benchRingsOptions) run(ctx context.Context, e *env) error {
 	if err != nil && o.requireFio {
 		return systemError{errors.New("fio is not installed: Debian has it in the package fio (apt-get install fio)")}
 	}
+	o.plan()
 	r := &ringsReport{OutputVersion: outputVersion, Cores: runtime.GOMAXPROCS(0)}
 	if r.Empty, err = o.benchEmpty(ctx); err != nil {
 		return fmt.Errorf("commands without bytes: %w", err)

@@ -120,12 +120,12 @@ func (o *benchRingsOptions) fileRow(ctx context.Context, w *fileWork, object int
 	ctxs := b.shuffled()
 	r.place(ctxs, object, dma)
 	var mine, fios threadCost
-	row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, o.rounds(), func() (float64, error) {
-		rate, cost, err := r.timed(write, ctxs, object, o.seconds())
+	row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, o.rounds, func() (float64, error) {
+		rate, cost, err := r.timed(write, ctxs, object, o.period)
 		mine.add(cost)
 		return rate, err
 	}, func() (float64, error) {
-		rate, cost, err := w.runFio(ctx, object, write, o.seconds())
+		rate, cost, err := w.runFio(ctx, object, write, o.period)
 		fios.add(cost)
 		return rate, err
 	})

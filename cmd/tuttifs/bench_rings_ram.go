@@ -45,8 +45,8 @@ func memoryDrives(n int, bytes int64) (drives []drive.Drive, closeAll func(), er
 	return drives, closeAll, nil
 }
 
-// benchEmpty measures commands without bytes on one queue: both sides on one core, which is the figure a core and queue,
-// and executor and controller on two.
+// benchEmpty measures commands without bytes on one queue: both sides on one core, which is the figure a core and
+// queue, and executor and controller on two.
 func (o *benchRingsOptions) benchEmpty(ctx context.Context) ([]emptyRow, error) {
 	drives, closeAll, err := memoryDrives(1, emptyDriveB)
 	if err != nil {
@@ -60,7 +60,7 @@ func (o *benchRingsOptions) benchEmpty(ctx context.Context) ([]emptyRow, error) 
 			row = emptyRow{Arrangement: "a core for each side", Threads: 2}
 		}
 		var rates []float64
-		for range o.rounds() {
+		for range o.rounds {
 			if err := ctx.Err(); err != nil {
 				return nil, err
 			}
@@ -93,7 +93,7 @@ func (o *benchRingsOptions) emptyRound(drives []drive.Drive, stepped bool) (rate
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	begin := time.Now()
-	n, err := r.stream(true, ctxs, gio.BatchMax, func() bool { return time.Since(begin) < o.seconds()/4 })
+	n, err := r.stream(true, ctxs, gio.BatchMax, func() bool { return time.Since(begin) < o.period/4 })
 	return float64(n) / time.Since(begin).Seconds(), err
 }
 
@@ -154,7 +154,7 @@ func (o *benchRingsOptions) ramRows(ctx context.Context, drives []drive.Drive, o
 			return nil, err
 		}
 		w.ring, w.cpy = threadCost{}, threadCost{}
-		row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, o.rounds(),
+		row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, o.rounds,
 			func() (float64, error) { return w.run(w.byRing(write)) },
 			func() (float64, error) { return w.run(w.byCopy(write)) })
 		if err != nil {
@@ -200,7 +200,7 @@ func (o *benchRingsOptions) newRAMWork(drives []drive.Drive, object, threads int
 	if err != nil {
 		return nil, err
 	}
-	w := &ramWork{b: b, object: object, copiers: threads, seconds: o.seconds() / 4}
+	w := &ramWork{b: b, object: object, copiers: threads, seconds: o.period / 4}
 	rigs := threads
 	if split {
 		rigs = 1

@@ -163,7 +163,8 @@ var damages = []struct {
 	}, false},
 }
 
-// testLayerDamage: damage on the medium is a typed error of its slot alone; its targets are zero, the others' are right.
+// testLayerDamage: damage on the medium is a typed error of its slot alone; its targets are zero, the others' are
+// right.
 func testLayerDamage(t *testing.T, construct Constructor) {
 	for _, d := range damages {
 		t.Run(d.name, func(t *testing.T) {
@@ -188,7 +189,8 @@ func testLayerDamage(t *testing.T, construct Constructor) {
 					if !zero[i] {
 						Content(want, r.a.ctxs[i].Slot, r.a.ctxs[i].Object, 1)
 					}
-					require.True(t, bytes.Equal(want, r.a.object(r.Rig, i)), describe(r.a.ctxs[i].Slot, r.a.ctxs[i].Object))
+					got := r.a.object(r.Rig, i)
+					require.True(t, bytes.Equal(want, got), "slot %d object %d", r.a.ctxs[i].Slot, r.a.ctxs[i].Object)
 				}
 			}
 		})

@@ -1,5 +1,5 @@
-// Package giotest is the conformance suite of executors: whatever produces commands - goroutines on host memory, kernels on
-// a GPU - runs the same tests against virtual controllers on memory drives.
+// Package giotest is the conformance suite of executors: whatever produces commands - goroutines on host memory,
+// kernels on a GPU - runs the same tests against virtual controllers on memory drives.
 package giotest
 
 import (
@@ -98,11 +98,12 @@ func Uneven(layers, ranks int) stripe.Geometry {
 	var g stripe.Geometry
 	for layer := range layers {
 		for rank := range ranks {
-			g.Objects = append(g.Objects,
-				stripe.Object{Layer: uint16(layer), Rank: uint16(rank), Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 8192}}},
-				stripe.Object{Layer: uint16(layer), Rank: uint16(rank), Runs: []stripe.Run{
-					{Kind: stripe.RunLatent, Bytes: 656 * 13}, {Kind: stripe.RunIndexer, Bytes: uint32(132 + layer)}}},
-			)
+			for _, runs := range [][]stripe.Run{
+				{{Kind: stripe.RunKV, Bytes: 8192}},
+				{{Kind: stripe.RunLatent, Bytes: 656 * 13}, {Kind: stripe.RunIndexer, Bytes: uint32(132 + layer)}},
+			} {
+				g.Objects = append(g.Objects, stripe.Object{Layer: uint16(layer), Rank: uint16(rank), Runs: runs})
+			}
 		}
 	}
 	return g.WithTrailers()

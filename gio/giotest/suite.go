@@ -3,7 +3,6 @@ package giotest
 import (
 	"bytes"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"slices"
 	"sync"
@@ -248,7 +247,8 @@ func testRefused(t *testing.T, construct Constructor) {
 		}
 		for _, write := range []bool{true, false} {
 			failed := r.Run(write, a.ctxs)
-			want := []error{3: gio.ErrUnmapped, gio.ErrUnmapped, gio.ErrUnmapped, gio.ErrMemory, gio.ErrMemory, gio.ErrInvalid}
+			want := []error{3: gio.ErrUnmapped, gio.ErrUnmapped, gio.ErrUnmapped,
+				gio.ErrMemory, gio.ErrMemory, gio.ErrInvalid}
 			require.Len(t, failed, 6)
 			for k, f := range failed {
 				require.Equal(t, 3+k, f.Index)
@@ -579,9 +579,4 @@ func testClosed(t *testing.T, construct Constructor) {
 	_, err = r.Ring.Register(a.buf)
 	require.ErrorIs(t, err, gio.ErrClosed)
 	require.NoError(t, r.Ring.Close())
-}
-
-// describe names a slot and object for messages.
-func describe(slot uint32, object uint16) string {
-	return fmt.Sprintf("slot %d object %d", slot, object)
 }
