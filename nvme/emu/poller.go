@@ -100,7 +100,7 @@ func (p *Poller) Add(q *Queue) {
 
 // pick chooses the way to the controller's drive and makes sure that the poller has it.
 func (p *Poller) pick(c *Controller) (Backend, string) {
-	backend, reason := c.choose(p.cfg.Backend)
+	backend, reason := c.Choose(p.cfg.Backend)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if backend == URing && p.ring == nil && p.ringErr == nil && !p.closed {
