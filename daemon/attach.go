@@ -240,7 +240,7 @@ func (c *Control) attach(conn *net.UnixConn, r *ioctl.AttachRequest) (*member, i
 	switch {
 	case m.gone.Load():
 		return nil, reply, nil, ioctl.ESTALE
-	case m.attached:
+	case m.conn != nil:
 		return nil, reply, nil, ioctl.EBUSY
 	}
 	fds, err := m.build(r)
@@ -249,7 +249,7 @@ func (c *Control) attach(conn *net.UnixConn, r *ioctl.AttachRequest) (*member, i
 		m.end("attaching failed")
 		return nil, reply, nil, err
 	}
-	m.conn, m.attached = conn, true
+	m.conn = conn
 	m.describe(&reply, fds)
 	return m, reply, fds, nil
 }
@@ -324,7 +324,7 @@ func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	c.sharedBytes += total
 	c.mu.Unlock()
 	s, fds, err := makeShared(m.memoryName(), m.arena, queues, r.DMABytes)
-	s.total = total
+	s.total, s.lanes, s.depth = total, r.Lanes, r.Depth
 	m.use.Lock()
 	m.shared = s
 	m.use.Unlock()

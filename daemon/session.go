@@ -40,8 +40,7 @@ type member struct {
 
 	// setup is held while memory or lanes are made or taken down.
 	setup     sync.Mutex
-	attached  bool
-	conn      *net.UnixConn
+	conn      *net.UnixConn // not nil once attached
 	lanes     []lane
 	pollers   []*poller
 	depth     uint32
@@ -56,6 +55,7 @@ type member struct {
 type shared struct {
 	arena, queues, dma []byte
 	inode              uint64 // of the arena's memfd
+	lanes, depth       uint32
 	total              uint64 // bytes charged against SharedBytesMax
 }
 
@@ -206,12 +206,10 @@ func (m *member) pid() uint32 {
 }
 
 func (m *member) info() MemberInfo {
-	m.setup.Lock()
-	defer m.setup.Unlock()
 	m.use.RLock()
 	defer m.use.RUnlock()
-	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(), Attached: m.attached,
-		Lanes: uint32(len(m.lanes)), Depth: m.depth,
+	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(), Attached: m.shared.arena != nil,
+		Lanes: m.shared.lanes, Depth: m.shared.depth,
 		ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
 		Since: m.since, Ending: m.gone.Load(), MapGenerations: m.allAcks()}
 }
