@@ -106,14 +106,13 @@ func (c *checker) compareCopies(d drive.Drive, first, last *ondisk.Label) *ondis
 	switch {
 	case a == b:
 		return first
-	case a.Volume == b.Volume && a.Drive == b.Drive && a.Sequence == b.Sequence+1:
-		c.at(d, last.Unit, notef("label", "the next mount writes both",
-			"the second copy is one writing behind the first"))
+	case a.Volume == b.Volume && a.Drive == b.Drive && a.Sequence > b.Sequence &&
+		(!a.Clean || a.Sequence == b.Sequence+1):
+		c.at(d, last.Unit, notef("label", "the next mount writes both", "the second copy is older than the first"))
 		return first
 	}
 	c.at(d, last.Unit, errorf("label", "mount and unmount the volume to write both",
-		"the copies differ (writings %d and %d)",
-		a.Sequence, b.Sequence))
+		"the copies differ (writings %d and %d)", a.Sequence, b.Sequence))
 	if b.Volume == a.Volume && b.Sequence > a.Sequence {
 		return last
 	}
@@ -131,8 +130,7 @@ func (c *checker) admit(m *member) {
 	s := &ref.Members[l.Index]
 	if s.State != ondisk.DriveActive || s.UUID != l.Drive {
 		c.at(m, 0, errorf("label", "leave it out",
-			"the volume's newest label does not list this drive (%s) as its drive %d",
-			formatUUID(l.Drive), l.Index))
+			"the volume's newest label does not list this drive (%s) as its drive %d", formatUUID(l.Drive), l.Index))
 		return
 	}
 	if other := c.members[l.Index]; other != nil {

@@ -37,8 +37,7 @@ func (c *checker) claimRow(r *row) {
 	}
 	if c.label.Metadata&(c.label.Metadata-1) != 0 && r.Tables[0].Drive() == r.Tables[1].Drive() {
 		c.volume(errorf("row", adviceRow, "row %d of pool %d: both record tables are on drive %d", r.Number,
-			r.Row.Pool,
-			r.Tables[0].Drive()))
+			r.Row.Pool, r.Tables[0].Drive()))
 	}
 }
 

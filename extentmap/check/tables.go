@@ -95,7 +95,6 @@ func (c *checker) checkTable(r *row) error {
 
 // compareBlocks judges both copies of a block and leaves the better in a.
 func (c *checker) compareBlocks(r *row, block uint32, a, b []byte, first, second copyState) {
-	name := fmt.Sprintf("row %d of pool %d: block %d", r.Number, r.Row.Pool, block)
 	switch {
 	case first != copyRead && second == copyRead:
 		copy(a, b)
@@ -107,12 +106,13 @@ func (c *checker) compareBlocks(r *row, block uint32, a, b []byte, first, second
 			break // missing drives were reported
 		}
 		c.volume(errorf("record table", "its files are lost; mount the volume to have it written anew",
-			"%s is whole on no drive: %d slots are unknown", name, ondisk.RecordsPerBlock))
+			"row %d of pool %d: block %d is whole on no drive: %d slots are unknown", r.Number, r.Row.Pool, block,
+			ondisk.RecordsPerBlock))
 	case first == copyRead && second == copyRead && !sameRecords(a, b):
 		l := r.Tables[1]
 		c.at(c.members[l.Drive()], l.Unit()+uint64(block), errorf("record table",
 			"mount the volume and evict the files that the first copy holds there",
-			"%s: the copies hold different records", name))
+			"row %d of pool %d: block %d: the copies hold different records", r.Number, r.Row.Pool, block))
 	}
 }
 
