@@ -140,19 +140,26 @@ func (t *tree) readDir(in *fuse.ReadIn, out *fuse.DirEntryList, plus bool) fuse.
 func (s *dirStream) dots(n nodeID, off uint64) bool {
 	for ; off < offParent; off++ {
 		name := ".."[:off+1]
-		e := fuse.DirEntry{Name: name, Ino: uint64(n), Mode: syscall.S_IFDIR, Off: off + 1}
-		if s.plus && s.out.AddDirLookupEntry(e) == nil || !s.plus && !s.out.AddDirEntry(e) {
+		if !s.bare(fuse.DirEntry{Name: name, Ino: uint64(n), Mode: syscall.S_IFDIR, Off: off + 1}) {
 			return false
 		}
 	}
 	return true
 }
 
+// bare appends a name without attributes: whoever wants them looks it up.
+func (s *dirStream) bare(e fuse.DirEntry) bool {
+	if s.plus {
+		return s.out.AddDirLookupEntry(e) != nil
+	}
+	return s.out.AddDirEntry(e)
+}
+
 // add appends an entry that is no stored file. Entries that are gone are passed over.
 func (s *dirStream) add(n nodeID, name string, mode uint32, off uint64) bool {
 	e := fuse.DirEntry{Name: name, Ino: uint64(n), Mode: mode, Off: off}
-	if !s.plus {
-		return s.out.AddDirEntry(e)
+	if !s.plus || n.kind() == kindFixed && !n.upload() {
+		return s.bare(e) // attributes of /.tuttifs/* take making their text
 	}
 	var entry fuse.EntryOut
 	if s.t.entry(n, &entry) != fuse.OK {

@@ -37,6 +37,7 @@ type scene struct {
 	Dir      string
 	ReadOnly bool
 	NoXattr  bool
+	Others   bool // allow_other, and files that everyone may read
 	Limit    int
 	Files    int    // in a pool of tiny files, all without children
 	Big      bool   // files of 32 MiB in a pool "big", one stored
@@ -92,7 +93,11 @@ func serve(s scene) (err error) {
 		runtime.GOMAXPROCS(s.Procs)
 	}
 	o := Options{Name: "test", ReadOnly: s.ReadOnly, NoXattr: s.NoXattr, Control: &fakeControl{},
-		Status: []StatusFile{{"version", func() []byte { return []byte("1\n") }}}}
+		Status: []StatusFile{{"fault", func() []byte { panic("a fault") }},
+			{"version", func() []byte { return []byte("1\n") }}}}
+	if s.Others {
+		o.AllowOther, o.Umask = true, 0o022
+	}
 	var m *Server
 	var p pools
 	if s.Real {
@@ -381,7 +386,7 @@ func testMountTools(t *testing.T, v *server) {
 	require.Contains(t, chain, "00000_"+keyName(&a)+" -> ../../blocks/aa/"+keyName(&a))
 	require.Contains(t, chain, "00001_"+keyName(&b)+" -> ")
 	run(t, "cmp", v.path("llama", "prefixes", keyName(&b), "00000_"+keyName(&a)), v.block(a))
-	require.Contains(t, run(t, "ls", "-a", v.path(".tuttifs")), "control\nversion\n")
+	require.Contains(t, run(t, "ls", "-U", v.path(".tuttifs")), "version\ncontrol\n")
 	require.Equal(t, "1\n", run(t, "cat", v.path(".tuttifs", "version")))
 	require.Contains(t, run(t, "cat", v.path("llama", "identity.json")), `"model": "llama"`)
 
@@ -709,6 +714,40 @@ func TestMountIoctl(t *testing.T) {
 		require.Zero(t, errno)
 		require.Contains(t, string(buf[:]), fmt.Sprintf("%d:", i+1))
 		require.Contains(t, string(buf[:]), ":question")
+	}
+}
+
+// A fault of this program fails one request; the mount goes on.
+func TestMountSurvivesFaults(t *testing.T) {
+	v := startServer(t, scene{})
+	_, err := os.ReadFile(v.path(".tuttifs", "fault"))
+	require.ErrorIs(t, err, syscall.EIO)
+	require.Equal(t, "1\n", run(t, "cat", v.path(".tuttifs", "version")))
+}
+
+func TestMountOtherUsers(t *testing.T) {
+	asNobody := func(name string, args ...string) error {
+		cmd := exec.Command(name, args...)
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+		return cmd.Run()
+	}
+	a := testKey(0xaa, 1)
+	for _, others := range []bool{false, true} {
+		v := startServer(t, scene{Others: others})
+		v.store(a, gpufile.Key{}, 1)
+		require.NoError(t, os.Chmod(filepath.Dir(v.dir), 0o755), "the mount point itself can be reached")
+		path, _ := v.source(2)
+		require.NoError(t, os.Chmod(path, 0o644))
+		require.NoError(t, os.Chmod(filepath.Dir(path), 0o755))
+		require.NoError(t, asNobody("cmp", path, path))
+		if others {
+			require.NoError(t, asNobody("cat", v.block(a)))
+		} else {
+			require.Error(t, asNobody("cat", v.block(a)))
+		}
+		require.Error(t, asNobody("cp", path, v.path("llama", "blocks", "bb", "x")))
+		require.Error(t, asNobody("rm", "-f", v.block(a)))
+		require.FileExists(t, v.block(a))
 	}
 }
 

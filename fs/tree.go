@@ -41,7 +41,7 @@ type tree struct {
 	chains  chainCache
 	buffers objectBuffers
 	counter counters
-	closing sync.WaitGroup // open files whose last reads are still under way
+	closing sync.WaitGroup // open files, and stores that nobody waits for any more
 
 	mu     sync.Mutex
 	pools  [poolsMax]atomic.Pointer[poolNode] // filled in order under mu, read without it
@@ -244,7 +244,7 @@ func (t *tree) attrFile(a *fuse.Attr, n nodeID, p *poolNode, commitNS, lastHit i
 	a.Mtime, a.Mtimensec = uint64(commitNS/1e9), uint32(commitNS%1e9)
 	a.Ctime, a.Ctimensec = a.Mtime, a.Mtimensec
 	a.Atime, a.Atimensec = a.Mtime, a.Mtimensec
-	if lastHit != 0 {
+	if lastHit > commitNS/1e9 { // hits are kept to the second: none is shown before the commit
 		a.Atime, a.Atimensec = uint64(lastHit), 0
 	}
 }

@@ -288,6 +288,7 @@ func (u *upload) commit(key gpufile.Key, cancel <-chan struct{}) error {
 		}
 		u.state, u.done = uploadStoring, make(chan struct{})
 		u.opens++ // the task's own hold
+		u.t.closing.Add(1)
 		go u.store(key, u.buf, u.item(key))
 	case uploadStored, uploadGone:
 		u.mu.Unlock()
@@ -340,6 +341,7 @@ func (a *uploadAttrs) tenantID() uint32 {
 
 // store runs on its own goroutine. State uploadStoring keeps buf as it is.
 func (u *upload) store(key gpufile.Key, buf []byte, item gpufile.ReserveItem) {
+	defer u.t.closing.Done()
 	err := u.t.b.store(u.p.files, u.uid, u.attrs.tenantID(), item, func(w FileWriter) error {
 		return writeObjects(u.p, w, buf)
 	})

@@ -395,6 +395,31 @@ func TestXattrs(t *testing.T) {
 	require.Equal(t, fuse.EPERM, tr.RemoveXAttr(nil, &h, "user.tuttifs.tenant"))
 }
 
+func FuzzAttributes(f *testing.F) {
+	k := testKey(1, 1)
+	f.Add("parent", keyName(&k))
+	f.Add("parent", "root")
+	f.Add("tokens", "64")
+	f.Add("tenant", "4294967295")
+	f.Add("position", "007")
+	f.Fuzz(func(t *testing.T, name, value string) {
+		var a uploadAttrs
+		if name != "parent" && a.field(name) == nil {
+			return // not settable
+		}
+		err := a.set(name, value, 64)
+		got, ok := a.get(name)
+		switch {
+		case err != nil || value == "root":
+			require.False(t, ok, "nothing was said")
+		case name == "parent" && ok:
+			require.Equal(t, value, got)
+		case ok:
+			require.Equal(t, strings.TrimLeft(value, "0"), strings.TrimLeft(got, "0"))
+		}
+	})
+}
+
 func TestExtentsOfManyObjects(t *testing.T) {
 	g := smallGeometry()
 	g.Objects = g.Objects[:1]
