@@ -6,8 +6,8 @@ import (
 	"unsafe"
 )
 
-// QueueMemory is a queue pair as both sides see it in shared memory: entries and the two doorbells, each in a cache line
-// of its own. Depth is a power of two, at most 4096 entries; both queues have the same.
+// QueueMemory is a queue pair as both sides see it in shared memory: entries and the two doorbells, each in a cache
+// line of its own. Depth is a power of two, at most 4096 entries; both queues have the same.
 type QueueMemory struct {
 	SQ     []SQE
 	CQ     []CQE

@@ -114,7 +114,8 @@ func BenchmarkFile(b *testing.B) {
 					fill(h.dma, 1)
 					b.SetBytes(int64(size))
 					b.ResetTimer()
-					// One thread does both sides, as fio does: what is compared is the work, not the luck of two threads.
+					// One thread does both sides, as fio does: what is compared is the work, not the luck of two
+					// threads.
 					h.pumpRW(b, write, size, 16, func() {
 						switch {
 						case p.Step() > 0:

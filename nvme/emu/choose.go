@@ -19,8 +19,8 @@ const (
 	measureLimit  = 300 * time.Millisecond // per way and round
 )
 
-// Choose is the way to the drive for a poller that wants one, and why. With Auto, the first call measures both ways on the
-// drive (tens of milliseconds): call it ahead of the first Poller.Add where that must not wait.
+// Choose is the way to the drive for a poller that wants one, and why. With Auto, the first call measures both ways on
+// the drive (milliseconds; a second on a slow one): call it ahead of the first Poller.Add where that must not wait.
 func (c *Controller) Choose(want Backend) (Backend, string) {
 	switch {
 	case c.bytes != nil:

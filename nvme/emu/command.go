@@ -144,7 +144,8 @@ func (c *command) decodeZeroes() nvme.Status {
 	return nvme.Success
 }
 
-// decodeDSM copies the ranges before it believes them. Attributes other than deallocation are hints that need no action.
+// decodeDSM copies the ranges before it believes them. Attributes other than deallocation are hints that need no
+// action.
 func (c *command) decodeDSM() nvme.Status {
 	e, ct := &c.sqe, c.queue.controller
 	if e.CDW10&^0xff != 0 || e.CDW11&^7 != 0 {

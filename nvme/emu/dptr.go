@@ -231,7 +231,7 @@ func (s *segments) parseSGL(m Memory, d nvme.SGLDescriptor, length uint64, toHos
 		for i := range n {
 			e := nvme.SGLFromWords(loadWord(b[i*16:]), loadWord(b[i*16+8:]))
 			pointer := e.Type() == nvme.SGLSegment || e.Type() == nvme.SGLLastSegment
-			if pointer != (!last && i == n-1) { // a pointer ends every segment but the last one, and stands nowhere else
+			if pointer != (!last && i == n-1) { // a pointer ends every segment but the last, and stands nowhere else
 				return nvme.SGLSegmentInvalid | dnr
 			}
 			if pointer {

@@ -10,8 +10,8 @@ import (
 	"tuttifs/nvme"
 )
 
-// driver starts a controller up through its registers and admin queue, as a VFIO driver does: it has the BAR and its own
-// memory, nothing else.
+// driver starts a controller up through its registers and admin queue, as a VFIO driver does: it has the BAR and its
+// own memory, nothing else.
 type driver struct {
 	t     *testing.T
 	c     *Controller

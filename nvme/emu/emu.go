@@ -1,5 +1,5 @@
-// Package emu is the virtual NVMe controller: registers, admin queue and I/O queues in front of a file, a block device or
-// memory. It serves queue pairs in shared memory of other processes and believes nothing that it has not copied; it
+// Package emu is the virtual NVMe controller: registers, admin queue and I/O queues in front of a file, a block device
+// or memory. It serves queue pairs in shared memory of other processes and believes nothing that it has not copied; it
 // abides by the specification, so that a driver's start-up runs against it.
 //
 // A Controller is one controller with one namespace. I/O queues come to it in two ways: Attach takes queue memory that

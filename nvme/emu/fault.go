@@ -27,8 +27,8 @@ func (c *Controller) SetFaults(f func(sqe *nvme.SQE) *Fault) {
 	c.faults.Store(&f)
 }
 
-// Model is a drive's bandwidth. Completions are held back so that no more than the given bytes a second go through; when
-// reads and writes overlap, both share Mixed. A zero is no limit.
+// Model is a drive's bandwidth. Completions are held back so that no more than the given bytes a second go through;
+// when reads and writes overlap, both share Mixed. A zero is no limit.
 type Model struct {
 	ReadBytesPerSecond  int64
 	WriteBytesPerSecond int64

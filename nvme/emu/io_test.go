@@ -5,6 +5,8 @@ import (
 	"encoding/binary"
 	"math/rand/v2"
 	"path/filepath"
+	"runtime"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
@@ -90,27 +92,32 @@ func TestBackendsMoveTheSameBytes(t *testing.T) {
 	}
 }
 
-func TestRunAndQuiesce(t *testing.T) {
-	var armed, wake uint32
+// The executor rings whenever the poller is just falling asleep, napping or awake: every command completes, or a wake-up
+// was lost.
+func TestNoWakeUpIsLost(t *testing.T) {
+	shared := words(mmapTest(t, PageBytes))
+	armed := (*uint32)(unsafe.Pointer(&shared[0]))
+	wake := (*uint32)(unsafe.Pointer(&shared[8]))
 	c, err := New(Config{Drive: memoryDrive(t, 8<<20)})
 	require.NoError(t, err)
-	p, err := NewPoller(PollerConfig{Armed: &armed, Wake: &wake})
+	p, err := NewPoller(PollerConfig{Armed: armed, Wake: wake, Spin: 5 * time.Microsecond})
 	require.NoError(t, err)
 	go p.Run()
 	t.Cleanup(p.Stop)
 	h := attachHost(t, c, p, nil, 16, 1<<20)
-	for i := range 200 {
-		var e nvme.SQE
-		nvme.BuildFlush(&e, uint16(i), 1)
-		h.put(e)
+	r := rand.New(rand.NewPCG(3, 4))
+	var nap uint32
+	for i := range 1000 {
+		atomic.AddUint32(armed, 1)
+		h.put(flush(uint16(i)))
 		h.ring()
-		nvme.Wake(&wake)
-		for len(h.reap()) == 0 {
-			time.Sleep(time.Microsecond)
+		nvme.Wake(wake)
+		for end := time.Now().Add(20 * time.Second); len(h.reap()) == 0; {
+			require.True(t, time.Now().Before(end), "command %d: a wake-up was lost", i)
+			runtime.Gosched()
 		}
-		if i%50 == 0 {
-			time.Sleep(2 * time.Millisecond) // long enough to fall asleep
-		}
+		atomic.AddUint32(armed, ^uint32(0))
+		nvme.FutexWait(&nap, 0, time.Duration(r.IntN(80))*time.Microsecond+1)
 	}
 	require.NoError(t, h.q.Quiesce(time.Now().Add(time.Second)))
 }

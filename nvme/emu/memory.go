@@ -7,8 +7,8 @@ import (
 // Inline is the way to a memory drive: the poller copies.
 const Inline Backend = "memory"
 
-// inline says whether the poller serves the command itself: transfers of memory drives, and what asks for nothing. Ranges
-// go to workers even there, since they may be as long as the namespace.
+// inline says whether the poller serves the command itself: transfers of memory drives, and what asks for nothing.
+// Ranges go to workers even there, since they may be as long as the namespace.
 func (c *command) inline() bool {
 	if c.kind == doZeroes || c.kind == doDiscard {
 		return len(c.ranges) == 0

@@ -28,9 +28,9 @@ const (
 	kickEvery   = time.Millisecond // how often Stop repeats its wake-up until the poller has ended
 )
 
-// While transfers are in the kernel the poller may wait there for the next one, and not see doorbells meanwhile, or spin
-// for the executor's answer to what has completed. It spins as long as that pays: this many times in a row without a
-// doorbell, and then no more but for one look in so many turns.
+// While transfers are in the kernel the poller may wait there for the next one, and not see doorbells meanwhile, or
+// spin for the executor's answer to what has completed. It spins as long as that pays: this many times in a row
+// without a doorbell, and then no more but for one look in so many turns.
 const (
 	spinLuck  = 8
 	spinProbe = 64
@@ -39,11 +39,11 @@ const (
 // PollerConfig of one polling thread (one or more per session).
 type PollerConfig struct {
 	Backend Backend
-	// Armed is a count in shared memory that the executor raises before it rings and lowers when its work is done. While
-	// it is not zero the poller naps at most 50 us; at zero it sleeps on Wake.
+	// Armed is a count in shared memory that the executor raises before it rings and lowers when its work is done.
+	// While it is not zero the poller naps at most 50 us; at zero it sleeps on Wake.
 	Armed *uint32
-	// Wake is a futex word in shared memory: the poller stores 1 and sleeps; the executor, after raising Armed, swaps in 0
-	// and wakes if it was 1 (nvme.Wake). Without it the poller never sleeps but naps.
+	// Wake is a futex word in shared memory: the poller stores 1 and sleeps; the executor, after raising Armed, swaps
+	// in 0 and wakes if it was 1 (nvme.Wake). Without it the poller never sleeps but naps.
 	Wake *uint32
 	// Spin before napping; 0 means 20 us.
 	Spin time.Duration
@@ -211,8 +211,8 @@ func (p *Poller) drop(q *Queue) {
 }
 
 // Quiesce stops fetching from the queue, waits until no command of it is in flight (bounded by the deadline), and
-// detaches it. After it returns nil nothing of this queue touches memory or drive any more. Commands that a fault delays
-// and that have not begun never will. Without a running poller, Quiesce does the waiting steps itself.
+// detaches it. After it returns nil nothing of this queue touches memory or drive any more. Commands that a fault
+// delays and that have not begun never will. Without a running poller, Quiesce does the waiting steps itself.
 func (q *Queue) Quiesce(deadline time.Time) error {
 	p := q.poller.Load()
 	for pause := 10 * time.Microsecond; p != nil; pause = min(2*pause, time.Millisecond) {
@@ -236,7 +236,11 @@ func (p *Poller) drain(q *Queue) bool {
 	q.draining = true
 	p.drop(q)
 	p.reap()
+	p.drop(q) // what a modelled drive has held back meanwhile
 	if q.inflight > 0 {
+		if p.ring != nil {
+			p.ring.submit() // the rest of a transfer that came short, if nobody else steps
+		}
 		return false
 	}
 	if !q.dead.Load() && q.cq.poll() {
@@ -314,16 +318,16 @@ func (p *Poller) Run() {
 	}
 }
 
-// rest naps while work is expected and sleeps otherwise. It is true when it slept and was woken.
+// rest naps while work is expected and sleeps otherwise. It is true when there is or may be something to do.
 func (p *Poller) rest() bool {
 	p.mu.Lock()
-	nap, expecting := napMax, p.blocked > 0 || len(p.timers) > 0
+	nap, backend := napMax, p.blocked > 0 || len(p.timers) > 0
 	if len(p.timers) > 0 {
 		nap = min(nap, max(time.Until(p.timers[0].due), time.Microsecond))
 	}
 	p.mu.Unlock()
 	wake := p.cfg.Wake
-	if expecting || wake == nil || p.armed() {
+	if backend || wake == nil {
 		// The look at the workers' list after the announcement makes sure that none of them is overslept.
 		atomic.StoreUint32(&p.event, 1)
 		if p.workers.done.Load() == nil && !p.stop.Load() {
@@ -332,13 +336,17 @@ func (p *Poller) rest() bool {
 		atomic.StoreUint32(&p.event, 0)
 		return false
 	}
+	armed := p.armed()
+	if !armed {
+		nap = 0 // until somebody wakes us
+	}
 	// The word is never taken back: several pollers may share it, and 1 with nobody asleep costs the executor one call.
 	atomic.StoreUint32(wake, 1)
-	if p.armed() || p.Step() > 0 || p.stop.Load() {
+	if p.armed() != armed || p.Step() > 0 || p.stop.Load() {
 		return true
 	}
-	nvme.FutexWait(wake, 1, 0)
-	return true
+	nvme.FutexWait(wake, 1, nap)
+	return atomic.LoadUint32(wake) == 0
 }
 
 func (p *Poller) armed() bool { return p.cfg.Armed != nil && atomic.LoadUint32(p.cfg.Armed) != 0 }

@@ -159,7 +159,7 @@ func (q *Queue) pollTail() bool {
 // serve takes the doorbells, fetches and starts commands, and publishes completions.
 func (q *Queue) serve(p *Poller) int {
 	if q.dead.Load() {
-		q.discardReady(p)
+		q.discardReady()
 		return 0
 	}
 	if !q.cq.poll() || !q.draining && !q.pollTail() {
@@ -401,7 +401,7 @@ func (q *Queue) postOne(c *command) bool {
 }
 
 // discardReady drops the completions of a queue that nobody may listen to any more.
-func (q *Queue) discardReady(p *Poller) {
+func (q *Queue) discardReady() {
 	for _, c := range q.ready {
 		q.release(c)
 	}

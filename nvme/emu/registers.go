@@ -78,8 +78,8 @@ func (r *registers) load(off uint32) uint32 {
 	return 0
 }
 
-// WriteRegister is a write to the BAR; doorbells are from 0x1000 with a stride of 4. Accesses that ReadRegister would not
-// answer, and writes to read-only registers, are ignored.
+// WriteRegister is a write to the BAR; doorbells are from 0x1000 with a stride of 4. Accesses that ReadRegister would
+// not answer, and writes to read-only registers, are ignored.
 func (c *Controller) WriteRegister(off uint32, v uint64, size int) {
 	if !accessOK(off, size) {
 		return
