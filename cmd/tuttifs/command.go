@@ -190,7 +190,39 @@ func printUsage(w io.Writer) {
 
 func printHelp(w io.Writer, prog string, c *command) {
 	fmt.Fprintf(w, "usage: %s %s\n\n%s\n\nFLAGS\n%s\nEXAMPLE\n%s\n\nEXIT STATUS\n%s\n",
-		prog, c.synopsis, strings.TrimSpace(c.long), c.flags.FlagUsagesWrapped(110), indent(c.example), c.exits.text)
+		prog, c.synopsis, strings.TrimSpace(c.long), flagUsages(c.flags), indent(c.example), c.exits.text)
+}
+
+// flagUsages lists flags, one a line: names, the kind of value, what it does, and the default where there is one.
+func flagUsages(flags *pflag.FlagSet) string {
+	var b strings.Builder
+	w := table(&b)
+	flags.VisitAll(func(f *pflag.Flag) {
+		name := "    --" + f.Name
+		if f.Shorthand != "" {
+			name = "-" + f.Shorthand + ", --" + f.Name
+		}
+		kind, usage := pflag.UnquoteUsage(f)
+		switch kind {
+		case "": // a switch
+		case "string":
+			name += " TEXT"
+		case "int", "uint", "uint32", "uint64", "float":
+			name += " N"
+		default:
+			name += " " + kind
+		}
+		switch f.DefValue {
+		case "", "0", "[]", "false":
+		default:
+			if !strings.Contains(usage, "default") {
+				usage += " (default " + f.DefValue + ")"
+			}
+		}
+		fmt.Fprintf(w, "  %s\t%s\n", name, usage)
+	})
+	w.Flush()
+	return b.String()
 }
 
 // indent puts two spaces before every line.

@@ -31,8 +31,8 @@ func newMkfs() *command {
 	o := &mkfsOptions{}
 	f := newFlags("mkfs")
 	f.Var(&o.size, "size", "make drive files that do not exist, of this size each (suffixes k, m, g, t: powers of 1024)")
-	f.StringVarP(&o.label, "label", "L", "", "volume label, at most 32 bytes")
-	f.StringVarP(&o.uuid, "uuid", "U", "", "volume UUID instead of a random one")
+	f.StringVarP(&o.label, "label", "L", "", "volume `LABEL`, at most 32 bytes")
+	f.StringVarP(&o.uuid, "uuid", "U", "", "volume `UUID` instead of a random one")
 	f.IntVar(&o.width, "width", 0,
 		"entries of a row: drives that a stripe set is spread over (default 4, or all if fewer)")
 	f.Var(&o.segment, "segment", "unit of space given to pools, a power of two (default: by the size of the drives)")

@@ -39,16 +39,16 @@ const readyFdVariable = "TUTTIFS_READY_FD"
 func newMount() *command {
 	o := &mountOptions{}
 	f := newFlags("mount")
-	f.StringArrayVarP(&o.options, "options", "o", nil, "mount options, comma-separated (see below)")
+	f.StringArrayVarP(&o.options, "options", "o", nil, "mount `OPTIONS`, comma-separated (see below)")
 	f.StringVar(&o.metrics, "metrics", "",
-		"serve Prometheus metrics on this address, e.g. 127.0.0.1:9464 (nothing listens by default)")
+		"serve Prometheus metrics on this `ADDRESS`, e.g. 127.0.0.1:9464 (nothing listens by default)")
 	f.StringVar(&o.log, "log", "",
-		"append the daemon's log to this file (default: syslog; standard error with --foreground)")
+		"append the daemon's log to this `FILE` (default: syslog; standard error with --foreground)")
 	f.BoolVar(&o.foreground, "foreground", false, "do not become a daemon")
 	f.BoolVarP(&o.sloppy, "sloppy", "s", false, "ignore unknown mount options")
 	f.BoolVarP(&o.fake, "fake", "f", false, "check everything but do not mount")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log more")
-	f.StringVarP(&o.fsType, "types", "t", "", "for mount(8): fuse.tuttifs or tuttifs")
+	f.StringVarP(&o.fsType, "types", "t", "", "for mount(8): the `TYPE`, fuse.tuttifs or tuttifs")
 	f.StringVarP(&o.namespace, "namespace", "N", "",
 		"for mount(8): mount namespaces are entered before the helper is called")
 	f.BoolVarP(&o.ignored, "no-mtab", "n", false, "for mount(8): there is no mtab")

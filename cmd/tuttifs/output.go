@@ -39,8 +39,18 @@ func humanBytes(n uint64) string {
 // sizeFlag is a pflag.Value for a byte count with an optional suffix k, m, g, t or p: powers of 1024.
 type sizeFlag uint64
 
-func (s *sizeFlag) String() string { return strconv.FormatUint(uint64(*s), 10) }
-func (s *sizeFlag) Type() string   { return "SIZE" }
+func (s *sizeFlag) Type() string { return "SIZE" }
+
+func (s *sizeFlag) String() string {
+	n, suffix := uint64(*s), ""
+	for _, next := range []string{"k", "m", "g", "t", "p"} {
+		if n == 0 || n%1024 != 0 {
+			break
+		}
+		n, suffix = n/1024, next
+	}
+	return strconv.FormatUint(n, 10) + suffix
+}
 
 func (s *sizeFlag) Set(text string) error {
 	v, err := parseSize(text)

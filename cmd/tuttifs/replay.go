@@ -33,13 +33,13 @@ func newReplay() *command {
 	o := &replayOptions{}
 	o.dmaBytes = 64 << 20
 	f := newFlags("replay")
-	f.StringVar(&o.mount, "mount", "", "mount point to replay on (or name it behind the trace)")
+	f.StringVar(&o.mount, "mount", "", "mount point `DIR` to replay on (or name it behind the trace)")
 	f.BoolVar(&o.metadataOnly, "metadata-only", false, "count hits only, on a volume in memory: no mount, no bytes")
-	f.StringVar(&o.policy, "policy", "", "eviction policy with --metadata-only: lru, sieve or s3fifo (default lru)")
+	f.StringVar(&o.policy, "policy", "", "eviction `POLICY` with --metadata-only: lru, sieve or s3fifo (default lru)")
 	f.Uint32Var(&o.capacity, "capacity-blocks", 0,
 		"most blocks that the pool may hold (default: as many as there is space for)")
-	f.StringVar(&o.pool, "pool", "", "pool to replay into (default: replay-MODEL)")
-	f.StringVar(&o.model, "model", "llama3-8b", "cache geometry: "+strings.Join(modelNames(), ", "))
+	f.StringVar(&o.pool, "pool", "", "`POOL` to replay into (default: replay-MODEL)")
+	f.StringVar(&o.model, "model", "llama3-8b", "geometry of the cache of this `MODEL`, one of "+strings.Join(modelNames(), ", "))
 	f.IntVar(&o.geometry.Layers, "layers", 0, "layers, instead of the model's")
 	f.IntVar(&o.geometry.KVHeads, "kv-heads", 0, "KV heads over all ranks, instead of the model's")
 	f.IntVar(&o.geometry.HeadDim, "head-dim", 0, "elements of a head, instead of the model's")

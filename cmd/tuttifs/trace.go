@@ -23,7 +23,7 @@ func newTrace() *command {
 	f := newFlags("trace")
 	f.IntVar(&o.requests, "requests", 1000, "requests to make")
 	f.Uint64Var(&o.seed, "seed", 1, "equal seeds make equal traces")
-	f.StringVarP(&o.output, "output", "o", "-", "file to write, - for standard output")
+	f.StringVarP(&o.output, "output", "o", "-", "`FILE` to write, - for standard output")
 	return &command{
 		name: "trace", synopsis: "[FLAGS]", summary: "make a synthetic trace for replay", exits: &plainExits, flags: f,
 		long: `
