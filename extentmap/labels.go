@@ -161,7 +161,7 @@ func (v *Volume) writeLabels(base uint64, clean bool) error {
 	}
 	var others []*member
 	for _, m := range v.members {
-		if m.label.Metadata>>m.index&1 == 0 {
+		if !m.role {
 			others = append(others, m)
 		}
 		l := *m.label

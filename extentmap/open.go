@@ -264,7 +264,7 @@ func newVolume(list []candidate, l *ondisk.Label, o Options) *Volume {
 		m := newMember(c.dev, c.label)
 		v.members = append(v.members, m)
 		v.byIndex[m.index] = m
-		if l.Metadata>>m.index&1 != 0 {
+		if m.role {
 			v.metadata = append(v.metadata, m)
 		}
 		v.segments += uint64(m.region.Segments)
@@ -357,6 +357,13 @@ func (v *Volume) stopWorkers() {
 }
 
 func (v *Volume) release() error {
+	v.applyMu.Lock()
+	limbo := v.limbo
+	v.limbo = nil
+	v.applyMu.Unlock()
+	for _, r := range limbo {
+		r.dropDone(ErrClosed)
+	}
 	v.emptyPools()
 	if !v.ownDrives {
 		return nil

@@ -18,7 +18,8 @@ type member struct {
 	uuid   [16]byte
 	label  *ondisk.Label // as last written
 	region ondisk.Region
-	shift  int // log2 of the segment's units
+	shift  int  // log2 of the segment's units
+	role   bool // holds journal, catalog and superblock
 
 	// owner says for each segment whose entry it belongs to: row reference << ownerEntryBits | entry; 0 for none.
 	owner  []atomic.Uint32
@@ -42,6 +43,7 @@ func newMember(d drive.Drive, l *ondisk.Label) *member {
 	m := &member{
 		dev: d, index: l.Index, uuid: l.Drive, label: l, region: l.Region,
 		shift: bits.TrailingZeros32(l.Region.SegmentUnits),
+		role:  l.Metadata>>l.Index&1 != 0,
 		owner: make([]atomic.Uint32, l.Region.Segments),
 		used:  make([]uint64, (l.Region.Segments+63)/64),
 		free:  l.Region.Segments,

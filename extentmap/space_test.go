@@ -15,6 +15,7 @@ import (
 	"tuttifs/drive"
 	"tuttifs/extentmap"
 	"tuttifs/extentmap/maptest"
+	"tuttifs/extentmap/ondisk"
 )
 
 func memoryVolume(t *testing.T, o extentmap.FormatOptions, sizes ...int64) (*maptest.Set, *extentmap.Volume) {
@@ -73,8 +74,8 @@ func TestRowsUseUnequalDrives(t *testing.T) {
 }
 
 func TestOneDriveAnyWidth(t *testing.T) {
-	for _, width := range []int{1, 3, 4, 7} {
-		_, v := memoryVolume(t, extentmap.FormatOptions{Width: width}, 16*mib)
+	for _, width := range []int{1, 3, 4, 7, 64} {
+		_, v := memoryVolume(t, extentmap.FormatOptions{Width: width}, 64*mib)
 		p := createPool(t, v, spec("p", 5))
 		addRow(t, p)
 		// Every unit of every object is found again.
@@ -517,6 +518,85 @@ func TestDamagedJournal(t *testing.T) {
 	_, err := extentmap.OpenDrives(maptest.FromImages(both).Drives(), extentmap.Options{ReadOnly: true})
 	require.ErrorIs(t, err, extentmap.ErrCorrupt)
 	require.ErrorContains(t, err, "fsck")
+}
+
+// TestHostileJournal mounts journals that are whole and right but for what they say. Whatever that is, a mount refuses
+// it or applies it; it never crashes, and never gives two rows one segment.
+func TestHostileJournal(t *testing.T) {
+	set := maptest.NewSet(8*mib, 8*mib)
+	format(t, set.Drives(), extentmap.FormatOptions{})
+	v := open(t, set.Drives(), extentmap.Options{})
+	addRow(t, createPool(t, v, spec("p", 3)))
+	addRow(t, createPool(t, v, spec("q", 9)))
+	require.NoError(t, v.Close())
+	image := set.Snapshot()
+	l := readLabel(t, set, 0)
+	super := readSuperblock(t, set, l)
+	geometry, err := smallGeometry(2).MarshalBinary()
+	require.NoError(t, err)
+	rng := rand.New(rand.NewPCG(5, 6))
+	locator := func() ondisk.Locator {
+		return ondisk.Locate(uint16(rng.IntN(4)), l.Region.SegmentUnit+uint64(rng.IntN(30))*uint64(l.Region.SegmentUnits)+uint64(rng.IntN(2)))
+	}
+	refused := 0
+	for range 2000 {
+		var b []byte
+		for range 1 + rng.IntN(4) {
+			pool, n := uint16(rng.IntN(4)), uint32(rng.IntN(70))
+			switch rng.IntN(7) {
+			case 0:
+				e := ondisk.Pool{ID: 1 + pool, SlotUnits: uint64(1 + rng.IntN(4)), EntryShift: uint8(rng.IntN(32)), Name: "x", Geometry: geometry}
+				b = e.Append(b)
+			case 1:
+				b = (&ondisk.Limits{Pool: pool, MinBytes: rng.Uint64(), MaxBytes: rng.Uint64()}).Append(b)
+			case 2, 3:
+				e := ondisk.Row{Pool: pool, Number: n, Tables: [2]ondisk.Locator{locator(), locator()}}
+				for range 1 + rng.IntN(3) {
+					e.Entries = append(e.Entries, locator())
+				}
+				b = e.Append(b)
+			case 4:
+				b = (&ondisk.DropRow{Pool: pool, Number: n}).Append(b)
+			case 5:
+				b = ondisk.AppendPut(b, pool, n, &ondisk.Record{Key: key(uint64(n)), State: ondisk.StateCommitted, Sequence: rng.Uint64()})
+			case 6:
+				b = ondisk.AppendFree(b, pool, n)
+			}
+		}
+		images := maptest.Clone(image)
+		j := ondisk.Journal{First: l.Region.JournalUnit, Blocks: l.Region.JournalBlocks, Tag: ondisk.VolumeTag(l.Volume), Nonce: super.Nonce}
+		block := make([]byte, ondisk.BlockBytes)
+		j.Seal(block, ondisk.BatchBlock{Sequence: super.Tail, Chain: super.Chain, Count: 1}, b)
+		for _, m := range images {
+			m.WriteAt(block, int64(j.Unit(super.Tail))*ondisk.BlockBytes)
+		}
+		v, err := extentmap.OpenDrives(maptest.FromImages(images).Drives(), extentmap.Options{})
+		if err != nil {
+			require.ErrorIs(t, err, extentmap.ErrCorrupt)
+			refused++
+			continue
+		}
+		checkSpace(t, v)
+		v.Abandon()
+	}
+	require.Greater(t, refused, 100)
+	require.Less(t, refused, 2000)
+}
+
+// readSuperblock finds the newest superblock of drive 0.
+func readSuperblock(t *testing.T, set *maptest.Set, l *ondisk.Label) *ondisk.Superblock {
+	t.Helper()
+	var best *ondisk.Superblock
+	b := make([]byte, ondisk.BlockBytes)
+	for unit := range uint64(ondisk.SuperblockSlots) {
+		unit += l.Region.SuperblockUnit
+		require.NoError(t, set.Drives()[0].ReadAt(b, int64(unit)*ondisk.BlockBytes))
+		if s, err := ondisk.DecodeSuperblock(b, unit, l.Volume); err == nil && (best == nil || s.Sequence > best.Sequence) {
+			best = s
+		}
+	}
+	require.NotNil(t, best)
+	return best
 }
 
 func TestTransactionsRefuse(t *testing.T) {

@@ -129,7 +129,7 @@ func (v *Volume) Info() Info {
 	for _, m := range v.members {
 		i.Drives = append(i.Drives, DriveInfo{
 			Index: m.index, UUID: m.uuid, Name: m.dev.Name(), Kind: m.dev.Kind(), Bytes: uint64(m.dev.Size()),
-			LBABytes: m.dev.LBABytes(), Direct: m.dev.Direct(), Metadata: m.label.Metadata>>m.index&1 != 0,
+			LBABytes: m.dev.LBABytes(), Direct: m.dev.Direct(), Metadata: m.role,
 			Segments: m.region.Segments, FreeSegments: m.free,
 			ReadErrors: m.readErrors.Load(), WriteErrors: m.writeErrors.Load(),
 		})
