@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"tuttifs/drive"
 	"tuttifs/gpufile"
 	"tuttifs/ioctl"
 	"tuttifs/nvme"
@@ -106,8 +107,17 @@ func TestSessionPage(t *testing.T) {
 	require.ErrorIs(t, err, os.ErrNotExist)
 }
 
-// submit rings one command on a lane and returns its completion.
-func submit(t *testing.T, a *ioctl.Attachment, lane, d int, tail uint32, e nvme.SQE) nvme.Status {
+// transfer is the command for one object, to or from the start of the DMA memory.
+func transfer(a *ioctl.Attachment, write bool, e ioctl.Extent, cid uint16) (sqe nvme.SQE) {
+	lba := uint64(a.Reply.LBABytes[e.Drive])
+	nvme.BuildRW(&sqe, write, cid, 1, e.Unit*4096/lba, e.Units*4096/uint32(lba))
+	sqe.Flags = nvme.FlagPSDTSGL
+	sqe.DPTR = [2]uint64{ioctl.DMABase, uint64(e.Units) * 4096} // one SGL data block
+	return sqe
+}
+
+// ring puts one command into a lane's queue and tells the poller.
+func ring(t *testing.T, a *ioctl.Attachment, lane, d int, tail uint32, e nvme.SQE) nvme.QueueMemory {
 	t.Helper()
 	q, err := nvme.MapQueue(a.Block(lane, d), int(a.Reply.Depth))
 	require.NoError(t, err)
@@ -117,6 +127,13 @@ func submit(t *testing.T, a *ioctl.Attachment, lane, d int, tail uint32, e nvme.
 	if atomic.SwapUint32(a.Word(ioctl.WakeWord), 0) == 1 {
 		ioctl.FutexWake(a.Word(ioctl.WakeWord))
 	}
+	return q
+}
+
+// submit rings one command on a lane and returns its completion.
+func submit(t *testing.T, a *ioctl.Attachment, lane, d int, tail uint32, e nvme.SQE) nvme.Status {
+	t.Helper()
+	q := ring(t, a, lane, d, tail, e)
 	var status nvme.Status
 	require.Eventually(t, func() bool {
 		cid, st, ok := q.CQ[tail].Poll(1)
@@ -140,19 +157,10 @@ func TestQueuesServeLeases(t *testing.T) {
 	require.Zero(t, issue(c, ioctl.CmdExtents, &x, 0))
 	extents := append([]ioctl.Extent(nil), ioctl.View[ioctl.Extent](a.Arena, x.Extents)[:x.Count]...)
 
-	command := func(write bool, e ioctl.Extent, cid uint16) nvme.SQE {
-		d := int(e.Drive)
-		blocks := uint32(e.Units) * 4096 / uint32(a.Reply.LBABytes[d])
-		var sqe nvme.SQE
-		nvme.BuildRW(&sqe, write, cid, 1, e.Unit*4096/uint64(a.Reply.LBABytes[d]), blocks)
-		sqe.Flags = nvme.FlagPSDTSGL
-		sqe.DPTR = [2]uint64{ioctl.DMABase, uint64(e.Units) * 4096} // one SGL data block
-		return sqe
-	}
 	tails := map[uint16]uint32{}
 	do := func(write bool, e ioctl.Extent) nvme.Status {
 		t.Helper()
-		status := submit(t, a, 0, int(e.Drive), tails[e.Drive], command(write, e, uint16(tails[e.Drive])))
+		status := submit(t, a, 0, int(e.Drive), tails[e.Drive], transfer(a, write, e, uint16(tails[e.Drive])))
 		tails[e.Drive]++
 		return status
 	}
@@ -183,6 +191,68 @@ func TestQueuesServeLeases(t *testing.T) {
 	require.NoError(t, a.Reattach(0))
 	tails = map[uint16]uint32{}
 	require.Zero(t, do(false, extents[0]), "the lane serves again, from the start")
+}
+
+// gatedDrive holds writes back while its gate is shut: a drive that does not answer.
+type gatedDrive struct {
+	drive.Drive
+	shut    atomic.Bool
+	gate    chan struct{} // closed when writes may go on
+	waiting atomic.Int32
+}
+
+func (d *gatedDrive) Kind() drive.Kind { return drive.File }
+func (d *gatedDrive) Bytes() []byte    { return nil }
+
+func (d *gatedDrive) WriteAt(p []byte, off int64) error {
+	if d.shut.Load() {
+		d.waiting.Add(1)
+		<-d.gate
+	}
+	return d.Drive.WriteAt(p, off)
+}
+
+// TestDeathWaitsForCommands (invariant f): what a dead process has in flight keeps its slot and its memory until the
+// drive has answered.
+func TestDeathWaitsForCommands(t *testing.T) {
+	drives := memoryDrives(t, 64<<20)
+	slow := make([]*gatedDrive, len(drives))
+	for i := range drives {
+		slow[i] = &gatedDrive{Drive: drives[i], gate: make(chan struct{})}
+		drives[i] = slow[i]
+	}
+	w := newWorldOn(t, drives, gpufile.Options{}, ControlOptions{QuiesceTimeout: 50 * time.Millisecond})
+	keeper := w.open(true)
+	_, b := keeper.session(ioctl.AttachOptions{})
+	p := keeper.pool(b, "p")
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{Lanes: 1, Depth: 16, DMABytes: 1 << 20})
+	r := ioctl.Reserve{Target: p, Items: items(a, 1), Grants: grantSpan, Reserve: 1}
+	c.reserve(&r)
+	x := ioctl.Extents{Target: p, Slot: ioctl.View[ioctl.Grant](a.Arena, grantSpan)[0].Slot, Extents: ioctl.Span{Bytes: 4096}}
+	require.Zero(t, issue(c, ioctl.CmdExtents, &x, 0))
+	e := ioctl.View[ioctl.Extent](a.Arena, x.Extents)[0]
+	d := slow[e.Drive]
+	d.shut.Store(true)
+	ring(t, a, 0, int(e.Drive), 0, transfer(a, true, e, 1))
+	require.Eventually(t, func() bool { return d.waiting.Load() > 0 }, 10*time.Second, time.Millisecond)
+	require.ErrorIs(t, a.Quiesce(0), ioctl.ETIMEDOUT)
+	require.NoError(t, a.Close())
+	require.Eventually(t, func() bool {
+		m := w.control.Members()
+		return len(m) == 2 && m[1].Ending
+	}, 10*time.Second, time.Millisecond)
+	require.Equal(t, ioctl.ESTALE, issue(c, ioctl.CmdRelease, &ioctl.Release{Target: p}, 0))
+	time.Sleep(200 * time.Millisecond) // longer than the time-out
+	require.Len(t, w.control.Members(), 2, "the command is in flight")
+	shared := sharedMappings(t)
+	require.Equal(t, uint64(1), w.store.PoolByName("p").Stats().FilesReserved)
+
+	d.shut.Store(false)
+	close(d.gate)
+	require.Eventually(t, func() bool { return len(w.control.Members()) == 1 }, 10*time.Second, time.Millisecond)
+	require.Zero(t, w.store.PoolByName("p").Stats().FilesReserved)
+	require.Equal(t, shared-3, sharedMappings(t), "arena, queues and DMA memory")
 }
 
 // TestIncompleteCommit (invariant m): a slot is committed only when all its objects were written.

@@ -168,7 +168,20 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 	}
 	c.workers.Go(c.acceptLoop)
 	c.workers.Go(c.heartbeat)
+	c.workers.Go(c.chooseBackends)
 	return c, nil
+}
+
+// chooseBackends measures the ways to the drives ahead of the first engine, one drive after the other.
+func (c *Control) chooseBackends() {
+	for _, d := range c.drives {
+		select {
+		case <-c.stop:
+			return
+		default:
+			d.controller.Choose(c.o.Backend)
+		}
+	}
 }
 
 const commandBytes = 2 << 20 // MDTS of the virtual controllers

@@ -32,12 +32,22 @@ func newWorld(t testing.TB, g gpufile.Options, o ControlOptions) *world {
 
 func newWorldOf(t testing.TB, driveBytes int64, g gpufile.Options, o ControlOptions) *world {
 	t.Helper()
+	return newWorldOn(t, memoryDrives(t, driveBytes), g, o)
+}
+
+func memoryDrives(t testing.TB, driveBytes int64) []drive.Drive {
+	t.Helper()
 	drives := make([]drive.Drive, 2)
 	for i := range drives {
 		d, err := drive.NewMemory("memory"+string(rune('a'+i)), driveBytes)
 		require.NoError(t, err)
 		drives[i] = d
 	}
+	return drives
+}
+
+func newWorldOn(t testing.TB, drives []drive.Drive, g gpufile.Options, o ControlOptions) *world {
+	t.Helper()
 	_, err := extentmap.Format(drives, extentmap.FormatOptions{Label: "test"})
 	require.NoError(t, err)
 	w := &world{t: t}
