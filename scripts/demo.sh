@@ -74,5 +74,5 @@ run rm "$block"
 
 title "unmounted and checked"
 run "$bin" umount "$mnt"
-run "$bin" fsck -n "${drives[0]}"
+run "$bin" fsck -n --data "${drives[0]}"
 title "done; nothing is left behind"

@@ -123,7 +123,7 @@ func formatted(t *testing.T, n int, size string, flags ...string) []string {
 	tuttifs(t, append(append([]string{"mkfs", "-q", "--size", size}, flags...), paths...)...)
 	t.Cleanup(func() {
 		if !t.Failed() {
-			tuttifs(t, "fsck", "-n", paths[0])
+			tuttifs(t, "fsck", "-n", "--data", paths[0])
 		}
 	})
 	return paths
@@ -471,7 +471,7 @@ func TestStopUnderAnEngine(t *testing.T) {
 	require.Equal(t, 1, engine.ProcessState.ExitCode())
 	_, still := findMount(dir)
 	require.False(t, still)
-	tuttifs(t, "fsck", "-n", paths[0])
+	tuttifs(t, "fsck", "-n", "--data", paths[0])
 }
 
 func TestForegroundMount(t *testing.T) {
