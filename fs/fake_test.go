@@ -40,6 +40,7 @@ type fakeFile struct {
 	payload []byte
 	doomed  bool
 	damaged map[uint16]bool
+	fault   bool // reading it panics
 	readers int
 }
 
@@ -314,8 +315,11 @@ func (r *fakeReader) ReadObject(object uint16, buf []byte) error {
 		buf[:cap(buf)][len(buf)+i] = 0xee // the rest of a unit is anybody's
 	}
 	r.p.mu.Lock()
-	damaged := r.f.damaged[object]
+	damaged, fault := r.f.damaged[object], r.f.fault
 	r.p.mu.Unlock()
+	if fault {
+		panic("a fault")
+	}
 	copy(buf, r.f.payload[r.offset(object):])
 	// The work of verifying is part of what is measured.
 	if checksum.Sum(checksum.Seed{}, 0, object, buf) == 0 || damaged {

@@ -613,10 +613,10 @@ func TestMountFull(t *testing.T) {
 	require.ErrorIs(t, err, syscall.ENOENT)
 }
 
-// Readers, writers, removers and listers at once, on a store that has room for half of what they store: a file is what was
-// stored under its key, or it is not there.
+// Readers, writers, removers and listers at once, on a store that has room for half of what they store: a file is what
+// was stored under its key, or it is not there.
 func TestMountStress(t *testing.T) {
-	const keys, rounds = 16, 60
+	const keys, rounds = 16, 40
 	v := startServer(t, scene{Real: true, Limit: keys / 2})
 	data := make([][]byte, keys)
 	for i := range data {

@@ -1,6 +1,8 @@
 package fs
 
 import (
+	"fmt"
+	"runtime/debug"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -142,11 +144,12 @@ func (f *openFile) read(off int64, size int, buf []byte) (fuse.ReadResult, fuse.
 	reply := &readReply{f: f, size: int(end - off)}
 
 	f.mu.Lock()
-	tasks := f.plan(off, end, reply)
+	now, later := f.plan(off, end, reply)
 	f.mu.Unlock()
-	for _, task := range tasks {
+	for _, task := range later {
 		go f.load(r, task)
 	}
+	f.load(r, now)
 	f.mu.Lock()
 	for _, o := range reply.objects {
 		for !o.loaded {
@@ -174,9 +177,9 @@ func (f *openFile) read(off int64, size int, buf []byte) (fuse.ReadResult, fuse.
 	return fuse.ReadResultData(buf[:n]), fuse.OK
 }
 
-// plan puts the objects of [off, end) into the reply and starts what has to be read, now and ahead. It returns the
-// tasks. f.mu is held.
-func (f *openFile) plan(off, end int64, reply *readReply) (tasks [][]*object) {
+// plan puts the objects of [off, end) into the reply and returns what has to be read: one task for the caller itself,
+// if the reply waits for any, and the others. f.mu is held.
+func (f *openFile) plan(off, end int64, reply *readReply) (now []*object, later [][]*object) {
 	first, last := f.p.objectAt(off), f.p.objectAt(end-1)
 	sequential := off == f.next || off == 0
 	f.next = end
@@ -190,7 +193,8 @@ func (f *openFile) plan(off, end int64, reply *readReply) (tasks [][]*object) {
 		}
 	}
 	var task []*object
-	bytes := 0
+	var tasks [][]*object
+	wanted, bytes := 0, 0 // wanted: tasks with objects of this reply
 	for i := first; i <= ahead; i++ {
 		o := f.objects[i]
 		if o == nil {
@@ -206,15 +210,21 @@ func (f *openFile) plan(off, end int64, reply *readReply) (tasks [][]*object) {
 			o.refs++
 			reply.objects = append(reply.objects, o)
 		}
-		if i == last && task != nil {
-			tasks, task, bytes = append(tasks, task), nil, 0 // what is waited for does not wait for what is not
+		if i == last {
+			if task != nil {
+				tasks, task, bytes = append(tasks, task), nil, 0 // what is waited for does not wait for what is not
+			}
+			wanted = len(tasks)
 		}
 	}
 	if task != nil {
 		tasks = append(tasks, task)
 	}
 	f.loading += len(tasks)
-	return tasks
+	if wanted > 0 {
+		return tasks[0], tasks[1:]
+	}
+	return nil, tasks
 }
 
 // fetch puts an object that is to be read into the window. f.mu is held.
@@ -231,8 +241,11 @@ func (f *openFile) fetch(i int, must bool) *object {
 
 // load reads and verifies the objects of one task.
 func (f *openFile) load(r FileReader, task []*object) {
+	if task == nil {
+		return
+	}
 	for _, o := range task {
-		err := r.ReadObject(uint16(o.number), o.buf)
+		err := guard(func() error { return r.ReadObject(uint16(o.number), o.buf) })
 		f.mu.Lock()
 		o.err, o.loaded = err, true
 		if err != nil {
@@ -249,6 +262,16 @@ func (f *openFile) load(r FileReader, task []*object) {
 	f.loading--
 	f.changed.Broadcast()
 	f.mu.Unlock()
+}
+
+// guard turns a fault of this program into an error of one file: on a goroutine of its own it would end the daemon.
+func guard(f func() error) (err error) {
+	defer func() {
+		if v := recover(); v != nil {
+			err = fmt.Errorf("fs: a fault of this program: %v\n%s", v, debug.Stack())
+		}
+	}()
+	return f()
 }
 
 // report counts damage and has the store look at the file, once an open. f.mu is held.

@@ -17,6 +17,9 @@ import (
 
 // newTestTree is a tree with one pool of small odd objects, called without a kernel.
 func newTestTree(t testing.TB, o Options) (*tree, *fakePool, *fakeBackend) {
+	if o.Logf == nil {
+		o.Logf = func(string, ...any) {}
+	}
 	p := newFakePool(t, 3, "llama", smallGeometry())
 	b := &fakeBackend{list: []*fakePool{p}}
 	tr := newTree(b, o)
@@ -444,6 +447,15 @@ func TestDamageIsNeverBytes(t *testing.T) {
 	require.True(t, bytes.Equal(want, got))
 }
 
+func TestFaultsOfReadersAreErrors(t *testing.T) {
+	tr, p, _ := newTestTree(t, Options{})
+	key := testKey(0, 5)
+	addFile(t, p, key, gpufile.Key{}, 5)
+	p.files[0].fault = true
+	_, st := readAt(tr, openFileOf(t, tr, mustWalk(t, tr, blockPath(key)...)), 0, 1000)
+	require.Equal(t, fuse.EIO, st)
+}
+
 // A reader holds its file: removal meanwhile is a miss for others and nothing to the reader.
 func TestRemoveWhileReading(t *testing.T) {
 	tr, p, _ := newTestTree(t, Options{})
@@ -603,4 +615,27 @@ func FuzzNames(f *testing.F) {
 			require.Equal(t, name, shardName(hh))
 		}
 	})
+}
+
+// A listing allocates for its reply, not for its entries.
+func TestListingAllocates(t *testing.T) {
+	tr, p, _ := newTestTree(t, Options{})
+	for i := range 400 {
+		addFile(t, p, testKey(1, i), gpufile.Key{}, 0)
+	}
+	dir := mustWalk(t, tr, "llama", "blocks", "01")
+	var open fuse.OpenOut
+	require.Equal(t, fuse.OK, tr.OpenDir(nil, &fuse.OpenIn{InHeader: header(dir)}, &open))
+	buf := make([]byte, 1<<20)
+	for _, plus := range []bool{false, true} {
+		entries := 0
+		allocs := testing.AllocsPerRun(10, func() {
+			list := fuse.NewDirEntryList(buf, offParent)
+			in := &fuse.ReadIn{InHeader: header(dir), Fh: open.Fh, Offset: offParent, Size: 1 << 20}
+			require.Equal(t, fuse.OK, tr.readDir(in, list, plus))
+			entries = len(list.Bytes())
+		})
+		require.Greater(t, entries, 400*(direntBytes+keyChars)-1)
+		require.Less(t, allocs, 20.0, "plus %v", plus)
+	}
 }

@@ -342,8 +342,10 @@ func (a *uploadAttrs) tenantID() uint32 {
 // store runs on its own goroutine. State uploadStoring keeps buf as it is.
 func (u *upload) store(key gpufile.Key, buf []byte, item gpufile.ReserveItem) {
 	defer u.t.closing.Done()
-	err := u.t.b.store(u.p.files, u.uid, u.attrs.tenantID(), item, func(w FileWriter) error {
-		return writeObjects(u.p, w, buf)
+	err := guard(func() error {
+		return u.t.b.store(u.p.files, u.uid, u.attrs.tenantID(), item, func(w FileWriter) error {
+			return writeObjects(u.p, w, buf)
+		})
 	})
 	u.mu.Lock()
 	u.err = err
@@ -374,7 +376,7 @@ func writeObjects(p *poolNode, w FileWriter, buf []byte) error {
 	for i := range errs {
 		wg.Go(func() {
 			for o := i; o < p.objects() && errs[i] == nil; o += len(errs) {
-				errs[i] = w.WriteObject(uint16(o), buf[p.starts[o]:p.starts[o+1]])
+				errs[i] = guard(func() error { return w.WriteObject(uint16(o), buf[p.starts[o]:p.starts[o+1]]) })
 			}
 		})
 	}
