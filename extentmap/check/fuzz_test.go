@@ -40,7 +40,7 @@ func TestEveryKindOfBitFlip(t *testing.T) {
 	images := usedImages(t)
 	r := rand.New(rand.NewPCG(5, 6))
 	for _, at := range liveUnits(t, images) {
-		for range 12 {
+		for range 5 {
 			off, bit := int(at.Unit())*block+r.IntN(block), byte(1)<<r.IntN(8)
 			images[at.Drive()][off] ^= bit
 			result, _, err := run(t, maptest.FromImages(images).Drives(), check.Options{})
@@ -79,7 +79,7 @@ func FuzzCheck(f *testing.F) {
 	f.Add([]byte{0, 0, 0, 100, 0, 1}, true)
 	f.Add([]byte{0x80, 3, 0, 8, 0, 0xff, 1, 9, 0, 32, 0, 7}, true)
 	r := rand.New(rand.NewPCG(9, 9))
-	for range 40 {
+	for range 20 {
 		script := make([]byte, 6*(1+r.IntN(8)))
 		for i := range script {
 			script[i] = byte(r.Uint32())
