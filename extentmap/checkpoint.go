@@ -202,7 +202,8 @@ func (v *Volume) encodeCatalog() []byte {
 			if r == nil {
 				continue
 			}
-			x := ondisk.Row{Pool: uint16(p.id), Number: n, Tables: r.tables, Entries: make([]ondisk.Locator, len(r.drives))}
+			x := ondisk.Row{Pool: uint16(p.id), Number: n, Tables: r.tables,
+				Entries: make([]ondisk.Locator, len(r.drives))}
 			for i := range r.drives {
 				x.Entries[i] = ondisk.Locate(r.drives[i], r.units[i])
 			}
@@ -345,7 +346,8 @@ func (w *tableWriter) fill(s span, n uint32) {
 			}
 		}
 		at := ondisk.Locate(w.m.index, s.unit+uint64(i))
-		ondisk.SealTable(b, at, w.v.tag, w.sequence, ondisk.TableID{Pool: uint16(p.id), Row: r.number, Block: s.first + i})
+		ondisk.SealTable(b, at, w.v.tag, w.sequence, ondisk.TableID{Pool: uint16(p.id), Row: r.number,
+			Block: s.first + i})
 	}
 	w.blocks += int(n)
 }

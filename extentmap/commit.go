@@ -37,8 +37,8 @@ type freed struct {
 // Begin starts a transaction.
 func (v *Volume) Begin() *Transaction { return &Transaction{v: v} }
 
-// Put commits the record of an allocated slot; Sequence is filled in. flush has a bit for every drive index whose payload writes must be
-// durable first.
+// Put commits the record of an allocated slot; Sequence is filled in. flush has a bit for every drive index whose
+// payload writes must be durable first.
 func (t *Transaction) Put(p *Pool, slot uint32, r *ondisk.Record, flush uint64) {
 	if p.rowOf(slot) == nil {
 		t.bad = fmt.Errorf("%w: pool %d has no slot %d", ErrInvalid, p.id, slot)
@@ -79,7 +79,8 @@ func (t *Transaction) Submit(done func(err error)) (*Ticket, error) {
 	case t.bad != nil:
 		return nil, t.bad
 	case len(t.buf) > v.MaxTransactionBytes():
-		return nil, fmt.Errorf("%w: transaction of %d bytes; at most %d", ErrInvalid, len(t.buf), v.MaxTransactionBytes())
+		return nil, fmt.Errorf("%w: transaction of %d bytes; at most %d", ErrInvalid, len(t.buf),
+			v.MaxTransactionBytes())
 	}
 	if err := v.err(); err != nil {
 		return nil, err

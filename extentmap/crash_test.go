@@ -87,7 +87,8 @@ func (w *crashWorkload) run(steps int) {
 			w.step(func() (*extentmap.Ticket, error) { return p.AddRow() })
 		case x == 15:
 			w.step(func() (*extentmap.Ticket, error) {
-				return w.v.SetTenant(extentmap.Tenant{ID: uint32(w.rng.IntN(3)), Name: fmt.Sprint("t", w.n), QuotaBytes: w.n})
+				return w.v.SetTenant(extentmap.Tenant{ID: uint32(w.rng.IntN(3)), Name: fmt.Sprint("t", w.n),
+					QuotaBytes: w.n})
 			})
 		case x == 16:
 			w.step(func() (*extentmap.Ticket, error) { return w.v.SetPoolLimits(p.ID(), 0, 1<<30+w.n, 0) })
@@ -214,7 +215,8 @@ func checkCut(t *testing.T, image []*maptest.Image, states []string, acked, n in
 	first := state(ro)
 	require.Zero(t, ro.Info().DamagedBlocks)
 	ro.Abandon()
-	require.Truef(t, legal(first), "cut at operation %d after step %d: state is\n%s\nlegal are\n%s\nand the next", n, acked, first, states[acked])
+	require.Truef(t, legal(first), "cut at operation %d after step %d: state is\n%s\nlegal are\n%s\nand the next", n,
+		acked, first, states[acked])
 
 	base := set.Snapshot()
 	set.Record()

@@ -27,10 +27,11 @@ const (
 
 // FormatOptions of mkfs. Zero fields take defaults.
 type FormatOptions struct {
-	Label        string
-	UUID         [16]byte
-	Width        int    // W; 4, or the number of drives if fewer
-	SegmentBytes uint64 // power of two; by default the largest drive / 16384 rounded up to a power of two, 256 KiB..1 GiB
+	Label string
+	UUID  [16]byte
+	Width int // W; 4, or the number of drives if fewer
+	// SegmentBytes is a power of two, 256 KiB to 1 GiB; by default the largest drive / 16384, rounded up.
+	SegmentBytes uint64
 	JournalBytes uint64 // by default the smallest drive / 256, 1..64 MiB
 	Force        bool   // overwrite a known signature
 	Now          func() time.Time
@@ -70,7 +71,8 @@ func Plan(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 		for i, d := range drives {
 			what, err := FindSignature(d)
 			if err != nil {
-				return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive", Cause: err}
+				return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive",
+					Cause: err}
 			}
 			if what != "" {
 				return nil, &DriveError{Err: ErrSignature, Name: d.Name(), Index: -1,
@@ -78,7 +80,8 @@ func Plan(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 			}
 		}
 	}
-	p := &FormatPlan{UUID: o.UUID, Label: o.Label, Width: o.Width, SegmentBytes: o.SegmentBytes, JournalBytes: o.JournalBytes}
+	p := &FormatPlan{UUID: o.UUID, Label: o.Label, Width: o.Width, SegmentBytes: o.SegmentBytes,
+		JournalBytes: o.JournalBytes}
 	if err := p.layOut(drives, &o); err != nil {
 		return nil, err
 	}
@@ -95,7 +98,8 @@ func checkFormat(drives []drive.Drive, o *FormatOptions) error {
 			if same, err := sameDrive(d, e); err != nil {
 				return err
 			} else if same {
-				return &DriveError{Err: ErrDuplicate, Name: d.Name(), Index: -1, Advice: "given twice (also as " + e.Name() + ")"}
+				return &DriveError{Err: ErrDuplicate, Name: d.Name(), Index: -1,
+					Advice: "given twice (also as " + e.Name() + ")"}
 			}
 		}
 	}
@@ -113,11 +117,15 @@ func checkFormat(drives []drive.Drive, o *FormatOptions) error {
 			return fmt.Errorf("%w: label %q has a slash or control characters", ErrInvalid, o.Label)
 		}
 	}
-	if o.SegmentBytes != 0 && (!powerOfTwo(o.SegmentBytes) || o.SegmentBytes < minSegmentBytes || o.SegmentBytes > maxSegmentBytes) {
-		return fmt.Errorf("%w: segment of %d bytes; a power of two, %d to %d", ErrInvalid, o.SegmentBytes, minSegmentBytes, maxSegmentBytes)
+	if o.SegmentBytes != 0 && (!powerOfTwo(o.SegmentBytes) || o.SegmentBytes < minSegmentBytes ||
+		o.SegmentBytes > maxSegmentBytes) {
+		return fmt.Errorf("%w: segment of %d bytes; a power of two, %d to %d", ErrInvalid, o.SegmentBytes,
+			minSegmentBytes, maxSegmentBytes)
 	}
-	if o.JournalBytes != 0 && (o.JournalBytes%ondisk.BlockBytes != 0 || o.JournalBytes < leastJournal || o.JournalBytes > 1<<30) {
-		return fmt.Errorf("%w: journal of %d bytes; a multiple of 4096, %d to %d", ErrInvalid, o.JournalBytes, leastJournal, 1<<30)
+	if o.JournalBytes != 0 && (o.JournalBytes%ondisk.BlockBytes != 0 || o.JournalBytes < leastJournal ||
+		o.JournalBytes > 1<<30) {
+		return fmt.Errorf("%w: journal of %d bytes; a multiple of 4096, %d to %d", ErrInvalid, o.JournalBytes,
+			leastJournal, 1<<30)
 	}
 	if o.Now == nil {
 		o.Now = time.Now
@@ -135,7 +143,8 @@ func (p *FormatPlan) layOut(drives []drive.Drive, o *FormatOptions) error {
 		smallest, largest = min(smallest, uint64(d.Size())), max(largest, uint64(d.Size()))
 	}
 	if p.SegmentBytes == 0 {
-		p.SegmentBytes = min(max(ceilPowerOfTwo((largest+segmentsPerDrive-1)/segmentsPerDrive), minSegmentBytes), maxSegmentBytes)
+		p.SegmentBytes = min(max(ceilPowerOfTwo((largest+segmentsPerDrive-1)/segmentsPerDrive), minSegmentBytes),
+			maxSegmentBytes)
 	}
 	if p.JournalBytes == 0 {
 		p.JournalBytes = min(max(smallest/256&^(ondisk.BlockBytes-1), minJournalBytes), maxJournalBytes)
@@ -161,7 +170,8 @@ func (p *FormatPlan) layOut(drives []drive.Drive, o *FormatOptions) error {
 		if n < 4 {
 			need := (r.SegmentUnit+4*su)*ondisk.BlockBytes + ondisk.BlockBytes
 			return &DriveError{Err: ErrTooSmall, Name: d.Name(), Index: -1,
-				Advice: fmt.Sprintf("%d bytes; with segments of %d bytes it needs at least %d", d.Size(), p.SegmentBytes, need)}
+				Advice: fmt.Sprintf("%d bytes; with segments of %d bytes it needs at least %d", d.Size(),
+					p.SegmentBytes, need)}
 		}
 		p.UsableBytes += n * p.SegmentBytes
 		p.Drives = append(p.Drives, DriveInfo{
@@ -198,7 +208,8 @@ func Format(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 	}
 	for i, d := range drives {
 		if err := p.formatDrive(d, labels[i], o.Now()); err != nil {
-			return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: i, UUID: labels[i].Drive, Advice: "cannot format", Cause: err}
+			return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: i, UUID: labels[i].Drive,
+				Advice: "cannot format", Cause: err}
 		}
 	}
 	return p, nil
@@ -221,7 +232,8 @@ func (p *FormatPlan) newLabels(drives []drive.Drive, o *FormatOptions) ([]*ondis
 	}
 	for i, d := range drives {
 		p.Drives[i].UUID = draw([16]byte{})
-		l.Members[i] = ondisk.Member{UUID: p.Drives[i].UUID, State: ondisk.DriveActive, Units: uint64(d.Size()) / ondisk.BlockBytes}
+		l.Members[i] = ondisk.Member{UUID: p.Drives[i].UUID, State: ondisk.DriveActive,
+			Units: uint64(d.Size()) / ondisk.BlockBytes}
 		l.Holders |= 1 << i
 		if i < metadataDrives {
 			l.Metadata |= 1 << i
@@ -262,7 +274,8 @@ func (p *FormatPlan) formatDrive(d drive.Drive, l *ondisk.Label, now time.Time) 
 	if err := d.WriteZeroes(block, int64(r.SegmentUnit-1)*block); err != nil {
 		return err
 	}
-	sb := ondisk.Superblock{Sequence: 2, Volume: l.Volume, Epoch: l.Epoch, Nonce: l.Nonce, NextCommit: 1, Time: now.UnixNano()}
+	sb := ondisk.Superblock{Sequence: 2, Volume: l.Volume, Epoch: l.Epoch, Nonce: l.Nonce, NextCommit: 1,
+		Time: now.UnixNano()}
 	sb.Unit = r.SuperblockUnit + sb.Sequence%ondisk.SuperblockSlots
 	b := drive.AlignedBuffer(block)
 	sb.Encode(b)

@@ -30,8 +30,8 @@ func (c *counter) Read(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// goldenVolume makes the same two drives in every run: pools of a family, a tenant, rows, files, freed slots, hits. With
-// crash the last changes are in the journal only.
+// goldenVolume makes the same two drives in every run: pools of a family, a tenant, rows, files, freed slots, hits.
+// With crash the last changes are in the journal only.
 func goldenVolume(t *testing.T, crash bool) *maptest.Set {
 	t.Helper()
 	now := func() time.Time { return time.Unix(1_790_000_000, 123456789) }
@@ -82,7 +82,8 @@ func TestGoldenImages(t *testing.T) {
 			var stored [][]byte
 			for i, b := range images {
 				stored = append(stored, golden(t, fmt.Sprintf("%s-%d.img.gz", name, i), b))
-				require.True(t, bytes.Equal(b, stored[i]), "drive %d differs from byte %d on", i, firstDifference(b, stored[i]))
+				require.True(t, bytes.Equal(b, stored[i]), "drive %d differs from byte %d on", i,
+					firstDifference(b, stored[i]))
 			}
 			ro, err := extentmap.OpenDrives(maptest.FromImages(stored).Drives(), extentmap.Options{ReadOnly: true})
 			require.NoError(t, err)
@@ -148,7 +149,8 @@ func TestWorkedExample(t *testing.T) {
 	p := createPool(t, v, spec("p", 3))
 	require.Equal(t, uint32(64), p.SlotsPerRow())
 	addRow(t, p)
-	require.Equal(t, []extentmap.Row{{Number: 0, Drives: []uint16{0, 1, 2, 3}, Units: []uint64{448, 448, 448, 448}}}, p.Rows())
+	require.Equal(t, []extentmap.Row{{Number: 0, Drives: []uint16{0, 1, 2, 3}, Units: []uint64{448, 448, 448, 448}}},
+		p.Rows())
 	i := v.Info()
 	require.Equal(t, []uint32{246, 246, 247, 247}, []uint32{i.Drives[0].FreeSegments, i.Drives[1].FreeSegments,
 		i.Drives[2].FreeSegments, i.Drives[3].FreeSegments})

@@ -46,7 +46,8 @@ func readLabel(d drive.Drive) (*ondisk.Label, error) {
 		return nil, &DriveError{Err: ErrCorrupt, Name: d.Name(), Index: -1,
 			Advice: "both copies of the label are damaged; run tuttifs fsck", Cause: problem}
 	}
-	return nil, &DriveError{Err: ErrForeign, Name: d.Name(), Index: -1, Advice: "no tuttifs label; format it with tuttifs mkfs"}
+	return nil, &DriveError{Err: ErrForeign, Name: d.Name(), Index: -1,
+		Advice: "no tuttifs label; format it with tuttifs mkfs"}
 }
 
 // candidate is a drive and its label.
@@ -56,7 +57,8 @@ type candidate struct {
 }
 
 func (c *candidate) err(kind error, format string, args ...any) error {
-	return &DriveError{Err: kind, Name: c.dev.Name(), Index: int(c.label.Index), UUID: c.label.Drive, Advice: fmt.Sprintf(format, args...)}
+	return &DriveError{Err: kind, Name: c.dev.Name(), Index: int(c.label.Index), UUID: c.label.Drive,
+		Advice: fmt.Sprintf(format, args...)}
 }
 
 // checkMembers makes sure that the candidates are exactly the members of one volume, each whole and there once. It
@@ -79,15 +81,19 @@ func checkMembers(list []candidate, readOnly bool) (*ondisk.Label, error) {
 		case m.State != ondisk.DriveActive || m.UUID != c.label.Drive:
 			return nil, c.err(ErrForeign, "the volume's newest label no longer lists it; leave it out")
 		case have[c.label.Index] != nil:
-			return nil, c.err(ErrDuplicate, "%s carries the same UUID; leave the copy out, or move it out of the directory",
+			return nil, c.err(ErrDuplicate,
+				"%s carries the same UUID; leave the copy out, or move it out of the directory",
 				have[c.label.Index].dev.Name())
 		case uint64(c.dev.Size())/ondisk.BlockBytes < c.label.Units:
-			return nil, c.err(ErrTruncated, "%d bytes, the label says %d; restore its size", c.dev.Size(), c.label.Units*ondisk.BlockBytes)
+			return nil, c.err(ErrTruncated, "%d bytes, the label says %d; restore its size", c.dev.Size(),
+				c.label.Units*ondisk.BlockBytes)
 		case !readOnly && c.label.ROCompat&^ondisk.KnownROCompat != 0:
-			return nil, c.err(ErrNewerFormat, "read-only-compatible features %#x are unknown; mount read-only or use a newer tuttifs",
+			return nil, c.err(ErrNewerFormat,
+				"read-only-compatible features %#x are unknown; mount read-only or use a newer tuttifs",
 				c.label.ROCompat&^ondisk.KnownROCompat)
 		case !sameLayout(&c.label.Region, &newest.Region) || c.label.Width != newest.Width:
-			return nil, c.err(ErrCorrupt, "its label and that of drive %d disagree about the layout; run tuttifs fsck", newest.Index)
+			return nil, c.err(ErrCorrupt, "its label and that of drive %d disagree about the layout; run tuttifs fsck",
+				newest.Index)
 		}
 		have[c.label.Index] = c
 	}
@@ -127,10 +133,12 @@ func checkEpochs(list []candidate, metadata uint64, super *ondisk.Superblock) er
 			return c.err(ErrStale, "it was last mounted in epoch %d and the volume is in epoch %d: it holds old data; "+
 				"replace it with the drive that took part", l.Epoch, super.Epoch)
 		case l.Epoch > newestMeta || l.Base > super.Epoch:
-			return c.err(ErrStale, "the drives with the metadata are in epoch %d and this drive has seen %d: the metadata drives are old copies",
+			return c.err(ErrStale,
+				"the metadata drives are in epoch %d and this one has seen %d: the metadata drives are old copies",
 				max(super.Epoch, newestMeta), max(l.Epoch, l.Base))
 		case l.Epoch == super.Epoch && l.Nonce != super.Nonce:
-			return c.err(ErrStale, "epoch %d was begun twice, apart from the other drives: the halves have diverged", l.Epoch)
+			return c.err(ErrStale, "epoch %d was begun twice, apart from the other drives: the halves have diverged",
+				l.Epoch)
 		}
 	}
 	return nil

@@ -103,7 +103,8 @@ func (v *Volume) readCatalog(super *ondisk.Superblock) ([]byte, error) {
 			}
 		}
 		if err != nil {
-			return nil, fmt.Errorf("%w: catalog block %d on no metadata drive: %w; run tuttifs fsck", ErrCorrupt, i, err)
+			return nil, fmt.Errorf("%w: catalog block %d on no metadata drive: %w; run tuttifs fsck", ErrCorrupt,
+				i, err)
 		}
 		stream = append(stream, payload...)
 	}
@@ -198,7 +199,8 @@ func (v *Volume) loadSecond(b []byte, r *row, block uint32) bool {
 func (v *Volume) checkRecords(b []byte, r *row, block uint32, repair func(uint32)) {
 	for i := range ondisk.RecordsPerBlock {
 		rec := ondisk.BlockRecord(b, i)
-		if !ondisk.ValidRecord(rec) || block*ondisk.RecordsPerBlock+uint32(i) >= r.pool.slotsPerRow && rec[ondisk.RecordStateOff] != 0 {
+		if !ondisk.ValidRecord(rec) || block*ondisk.RecordsPerBlock+uint32(i) >= r.pool.slotsPerRow &&
+			rec[ondisk.RecordStateOff] != 0 {
 			clear(rec)
 			v.damaged.Add(1)
 			repair(block)
@@ -229,7 +231,7 @@ func (v *Volume) replay(super *ondisk.Superblock) error {
 		return fmt.Errorf("%w: journal block %d: %w; run tuttifs fsck", ErrCorrupt, scan.Head, err)
 	}
 	if scan.Damaged {
-		return fmt.Errorf("%w: journal block %d is on no metadata drive, and acknowledged transactions follow it; run tuttifs fsck",
+		return fmt.Errorf("%w: journal block %d is on no metadata drive and acknowledged ones follow; run tuttifs fsck",
 			ErrCorrupt, scan.Head)
 	}
 	v.head, v.chain = scan.Head, scan.Chain

@@ -126,8 +126,9 @@ func (v *Volume) newPool(e *ondisk.Pool) (*Pool, error) {
 		return nil, fmt.Errorf("layout: %w", err)
 	}
 	p := &Pool{
-		v: v, id: PoolID(e.ID), family: e.Family, creationTime: e.CreationTime, geometry: append([]byte(nil), e.Geometry...),
-		layout: l, shift: e.EntryShift, entryUnits: uint64(v.segmentUnits) << e.EntryShift,
+		v: v, id: PoolID(e.ID), family: e.Family, creationTime: e.CreationTime,
+		geometry: append([]byte(nil), e.Geometry...),
+		layout:   l, shift: e.EntryShift, entryUnits: uint64(v.segmentUnits) << e.EntryShift,
 		limits: limits{e.MinBytes, e.MaxBytes, e.MaxSlots}, slotCap: e.MaxSlots, pending: map[uint32]*row{},
 		spec: PoolSpec{
 			Name: e.Name, IdentityDigest: e.Digest, Identity: append([]byte(nil), e.Identity...), Geometry: g,
@@ -153,19 +154,21 @@ func (p *Pool) size() error {
 	w := uint32(v.width)
 	p.slotsPerRow = p.layout.SlotsPerRow(p.entryUnits)
 	if p.slotsPerRow == 0 {
-		return fmt.Errorf("%w: a slot of %d units does not fit an entry of %d", ErrInvalid, p.layout.SlotUnits(), p.entryUnits)
+		return fmt.Errorf("%w: a slot of %d units does not fit an entry of %d", ErrInvalid, p.layout.SlotUnits(),
+			p.entryUnits)
 	}
 	p.setsPerRow = p.slotsPerRow / w
 	p.setWords = (p.setsPerRow + 63) / 64
 	p.tableBlocks = ondisk.TableBlocks(p.slotsPerRow)
 	if p.tableBlocks > v.segmentUnits {
-		return fmt.Errorf("%w: slots of %d units are too small: the record table of a row needs %d blocks, a segment has %d",
+		return fmt.Errorf("%w: slots of %d units are too small: a row's record table needs %d blocks, a segment has %d",
 			ErrInvalid, p.layout.SlotUnits(), p.tableBlocks, v.segmentUnits)
 	}
 	rows := v.segments / (uint64(w) << p.shift)
 	p.maxRows = uint32(min(rows, uint64(NoSlot-1)/uint64(p.slotsPerRow), maxRowRefs-1))
 	if p.maxRows == 0 {
-		return fmt.Errorf("%w: a row takes %d segments and the volume has %d", ErrNoSpace, uint64(w)<<p.shift, v.segments)
+		return fmt.Errorf("%w: a row takes %d segments and the volume has %d", ErrNoSpace, uint64(w)<<p.shift,
+			v.segments)
 	}
 	return nil
 }
@@ -289,7 +292,8 @@ func (p *Pool) Rows() []Row {
 	var out []Row
 	for i := range p.highest.Load() {
 		if r := p.byNumber[i].Load(); r != nil {
-			out = append(out, Row{Number: r.number, Drives: append([]uint16(nil), r.drives...), Units: append([]uint64(nil), r.units...)})
+			out = append(out, Row{Number: r.number, Drives: append([]uint16(nil), r.drives...),
+				Units: append([]uint64(nil), r.units...)})
 		}
 	}
 	return out
@@ -584,7 +588,8 @@ func (p *Pool) deriveFree(r *row) {
 		slot := r.number*p.slotsPerRow + i
 		rec := t[ondisk.RecordOffset(i):]
 		if ondisk.State(rec[ondisk.RecordStateOff]) == ondisk.StateCommitted {
-			p.lastHit[slot], p.hits[slot] = le.Uint32(rec[ondisk.RecordLastHitOff:]), le.Uint32(rec[ondisk.RecordHitsOff:])
+			p.lastHit[slot] = le.Uint32(rec[ondisk.RecordLastHitOff:])
+			p.hits[slot] = le.Uint32(rec[ondisk.RecordHitsOff:])
 			p.nUsed++
 			continue
 		}

@@ -95,7 +95,8 @@ func TestMountFindsAllFromAny(t *testing.T) {
 	require.NoError(t, v.Close())
 }
 
-// TestRefusals: each case damages a volume of four files and says how mounting it must fail, and what the message names.
+// TestRefusals: each case damages a volume of four files and says how mounting it must fail, and what the message
+// names.
 func TestRefusals(t *testing.T) {
 	for name, c := range map[string]struct {
 		damage func(t *testing.T, dir string, paths []string) (give []string)
@@ -104,8 +105,11 @@ func TestRefusals(t *testing.T) {
 		names  []string // with P replaced by the third drive's path
 	}{
 		"missing": {
-			damage: func(t *testing.T, _ string, p []string) []string { require.NoError(t, os.Remove(p[2])); return p[:1] },
-			err:    extentmap.ErrMissing, names: []string{"drive 2", "UUID"},
+			damage: func(t *testing.T, _ string, p []string) []string {
+				require.NoError(t, os.Remove(p[2]))
+				return p[:1]
+			},
+			err: extentmap.ErrMissing, names: []string{"drive 2", "UUID"},
 		},
 		"missing, no scan": {
 			damage: func(_ *testing.T, _ string, p []string) []string { return p[:2] },
@@ -304,11 +308,12 @@ func TestFormatRefusals(t *testing.T) {
 		o      extentmap.FormatOptions
 		err    error
 	}{
-		"none":                 {nil, extentmap.FormatOptions{}, extentmap.ErrInvalid},
-		"too many":             {drives(many...), extentmap.FormatOptions{}, extentmap.ErrInvalid},
-		"too small":            {drives(8*mib, 2*mib), extentmap.FormatOptions{}, extentmap.ErrTooSmall},
-		"far too small":        {drives(8192), extentmap.FormatOptions{}, extentmap.ErrTooSmall},
-		"twice":                {[]drive.Drive{two[0], two[1], two[0]}, extentmap.FormatOptions{}, extentmap.ErrDuplicate},
+		"none":          {nil, extentmap.FormatOptions{}, extentmap.ErrInvalid},
+		"too many":      {drives(many...), extentmap.FormatOptions{}, extentmap.ErrInvalid},
+		"too small":     {drives(8*mib, 2*mib), extentmap.FormatOptions{}, extentmap.ErrTooSmall},
+		"far too small": {drives(8192), extentmap.FormatOptions{}, extentmap.ErrTooSmall},
+		"twice": {[]drive.Drive{two[0], two[1], two[0]}, extentmap.FormatOptions{},
+			extentmap.ErrDuplicate},
 		"width":                {two, extentmap.FormatOptions{Width: 65}, extentmap.ErrInvalid},
 		"negative width":       {two, extentmap.FormatOptions{Width: -1}, extentmap.ErrInvalid},
 		"segment no power":     {two, extentmap.FormatOptions{SegmentBytes: 3 << 20}, extentmap.ErrInvalid},
@@ -332,9 +337,12 @@ func TestFormatKnowsSignatures(t *testing.T) {
 		off   int
 		magic string
 	}{
-		"ext4": {0x438, "\x53\xef"}, "XFS": {0, "XFSB"}, "btrfs": {0x10040, "_BHRfS_M"}, "LVM": {512, "LABELONE"}, "swap": {4086, "SWAPSPACE2"},
-		"GUID": {512, "EFI PART"}, "MBR": {446 + 4, "\x83"}, "LUKS": {0, "LUKS\xba\xbe"}, "ZFS": {0x20000, "\x0c\xb1\xba\x00\x00\x00\x00\x00"},
-		"RAID": {4096, "\xfc\x4e\x2b\xa9"}, "tuttifs": {0, ondisk.LabelMagic}, "tuttifs drive": {8*mib - 4096, ondisk.LabelMagic},
+		"ext4": {0x438, "\x53\xef"}, "XFS": {0, "XFSB"}, "btrfs": {0x10040, "_BHRfS_M"}, "LVM": {512, "LABELONE"},
+		"swap": {4086, "SWAPSPACE2"},
+		"GUID": {512, "EFI PART"}, "MBR": {446 + 4, "\x83"}, "LUKS": {0, "LUKS\xba\xbe"},
+		"ZFS":  {0x20000, "\x0c\xb1\xba\x00\x00\x00\x00\x00"},
+		"RAID": {4096, "\xfc\x4e\x2b\xa9"}, "tuttifs": {0, ondisk.LabelMagic},
+		"tuttifs drive": {8*mib - 4096, ondisk.LabelMagic},
 	} {
 		t.Run(what, func(t *testing.T) {
 			set := maptest.NewSet(8 * mib)
@@ -376,7 +384,8 @@ func TestFormatIsAllOrNothing(t *testing.T) {
 			begun = begun || op.Kind == maptest.Flush
 			v, err := extentmap.OpenDrives(maptest.FromImages(cutter.Cut()).Drives(), extentmap.Options{ReadOnly: true})
 			if err != nil {
-				require.True(t, errors.Is(err, extentmap.ErrForeign) || errors.Is(err, extentmap.ErrMissing) || errors.Is(err, extentmap.ErrCorrupt), err)
+				require.True(t, errors.Is(err, extentmap.ErrForeign) || errors.Is(err, extentmap.ErrMissing) ||
+					errors.Is(err, extentmap.ErrCorrupt), err)
 				continue
 			}
 			if begun {

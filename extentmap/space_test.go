@@ -61,7 +61,8 @@ func TestRowsUseUnequalDrives(t *testing.T) {
 	p := createPool(t, v, spec("p", 3))
 	rows := fill(t, p)
 	i := v.Info()
-	require.LessOrEqual(t, i.FreeBytes, 2*i.SegmentBytes*uint64(v.Info().Width), "all drives are used up, the large one too")
+	require.LessOrEqual(t, i.FreeBytes, 2*i.SegmentBytes*uint64(v.Info().Width),
+		"all drives are used up, the large one too")
 	distinct := 0
 	for _, r := range p.Rows() {
 		if r.Drives[0] != r.Drives[1] {
@@ -117,7 +118,8 @@ func TestResolveRefusesWhatNoFileHas(t *testing.T) {
 		drive uint16
 		unit  uint64
 	}{
-		{0, 0}, {0, 1}, {0, 2047}, {0, 1 << 40}, {2, row.Units[0]}, {64, 500}, {0xffff, 500}, {row.Drives[0], row.Units[0] + p.EntryUnits()},
+		{0, 0}, {0, 1}, {0, 2047}, {0, 1 << 40}, {2, row.Units[0]}, {64, 500}, {0xffff, 500},
+		{row.Drives[0], row.Units[0] + p.EntryUnits()},
 		// 64 units hold ten sets of six; the last four units are behind them.
 		{row.Drives[0], row.Units[0] + 60},
 	} {
@@ -236,7 +238,8 @@ func TestPoolsFamiliesTenants(t *testing.T) {
 	createPool(t, v, full)
 	createPool(t, v, window)
 	createPool(t, v, spec("alone", 2))
-	for _, tenant := range []extentmap.Tenant{{ID: 7, Name: "lora-a", QuotaBytes: 5}, {ID: 0, QuotaBytes: 9}, {ID: 7, Name: "lora-a", QuotaBytes: 6}} {
+	for _, tenant := range []extentmap.Tenant{{ID: 7, Name: "lora-a", QuotaBytes: 5}, {ID: 0, QuotaBytes: 9},
+		{ID: 7, Name: "lora-a", QuotaBytes: 6}} {
 		ticket, err := v.SetTenant(tenant)
 		require.NoError(t, err)
 		require.NoError(t, ticket.Wait())
@@ -536,7 +539,8 @@ func TestHostileJournal(t *testing.T) {
 	require.NoError(t, err)
 	rng := rand.New(rand.NewPCG(5, 6))
 	locator := func() ondisk.Locator {
-		return ondisk.Locate(uint16(rng.IntN(4)), l.Region.SegmentUnit+uint64(rng.IntN(30))*uint64(l.Region.SegmentUnits)+uint64(rng.IntN(2)))
+		return ondisk.Locate(uint16(rng.IntN(4)),
+			l.Region.SegmentUnit+uint64(rng.IntN(30))*uint64(l.Region.SegmentUnits)+uint64(rng.IntN(2)))
 	}
 	refused := 0
 	for range 2000 {
@@ -545,7 +549,8 @@ func TestHostileJournal(t *testing.T) {
 			pool, n := uint16(rng.IntN(4)), uint32(rng.IntN(70))
 			switch rng.IntN(7) {
 			case 0:
-				e := ondisk.Pool{ID: 1 + pool, SlotUnits: uint64(1 + rng.IntN(4)), EntryShift: uint8(rng.IntN(32)), Name: "x", Geometry: geometry}
+				e := ondisk.Pool{ID: 1 + pool, SlotUnits: uint64(1 + rng.IntN(4)), EntryShift: uint8(rng.IntN(32)),
+					Name: "x", Geometry: geometry}
 				b = e.Append(b)
 			case 1:
 				b = (&ondisk.Limits{Pool: pool, MinBytes: rng.Uint64(), MaxBytes: rng.Uint64()}).Append(b)
@@ -558,13 +563,15 @@ func TestHostileJournal(t *testing.T) {
 			case 4:
 				b = (&ondisk.DropRow{Pool: pool, Number: n}).Append(b)
 			case 5:
-				b = ondisk.AppendPut(b, pool, n, &ondisk.Record{Key: key(uint64(n)), State: ondisk.StateCommitted, Sequence: rng.Uint64()})
+				b = ondisk.AppendPut(b, pool, n, &ondisk.Record{Key: key(uint64(n)), State: ondisk.StateCommitted,
+					Sequence: rng.Uint64()})
 			case 6:
 				b = ondisk.AppendFree(b, pool, n)
 			}
 		}
 		images := maptest.Clone(image)
-		j := ondisk.Journal{First: l.Region.JournalUnit, Blocks: l.Region.JournalBlocks, Tag: ondisk.VolumeTag(l.Volume), Nonce: super.Nonce}
+		j := ondisk.Journal{First: l.Region.JournalUnit, Blocks: l.Region.JournalBlocks,
+			Tag: ondisk.VolumeTag(l.Volume), Nonce: super.Nonce}
 		block := make([]byte, ondisk.BlockBytes)
 		j.Seal(block, ondisk.BatchBlock{Sequence: super.Tail, Chain: super.Chain, Count: 1}, b)
 		for _, m := range images {
@@ -591,7 +598,8 @@ func readSuperblock(t *testing.T, set *maptest.Set, l *ondisk.Label) *ondisk.Sup
 	for unit := range uint64(ondisk.SuperblockSlots) {
 		unit += l.Region.SuperblockUnit
 		require.NoError(t, set.Drives()[0].ReadAt(b, int64(unit)*ondisk.BlockBytes))
-		if s, err := ondisk.DecodeSuperblock(b, unit, l.Volume); err == nil && (best == nil || s.Sequence > best.Sequence) {
+		if s, err := ondisk.DecodeSuperblock(b, unit, l.Volume); err == nil &&
+			(best == nil || s.Sequence > best.Sequence) {
 			best = s
 		}
 	}
@@ -680,7 +688,8 @@ func TestLoopDevices(t *testing.T) {
 		require.NoError(t, v.Drive(d).WriteAt(fullBlock, int64(unit)*4096))
 		put(t, p, v, 3, 3)
 		free(t, p, v, 3)
-		require.Eventually(t, func() bool { _, freeing, _ := p.Counts(); return freeing == 0 }, 10*time.Second, time.Millisecond)
+		require.Eventually(t, func() bool { _, freeing, _ := p.Counts(); return freeing == 0 }, 10*time.Second,
+			time.Millisecond)
 		require.NoError(t, v.Drive(d).ReadAt(fullBlock, int64(unit)*4096))
 		require.Equal(t, make([]byte, 4096), fullBlock, "the backing file has a hole there")
 		require.NoError(t, v.Close())

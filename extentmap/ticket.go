@@ -1,6 +1,7 @@
 package extentmap
 
-// Ticket is the completion of something durable. Who promises it makes it with NewTicket and calls Complete exactly once;
+// Ticket is the completion of something durable. Who promises it makes it with NewTicket and calls Complete exactly
+// once;
 // gpufile makes tickets of its own for what spans several transactions.
 type Ticket struct {
 	done chan struct{}

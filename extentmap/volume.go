@@ -283,11 +283,13 @@ func (v *Volume) checkSpec(spec *PoolSpec) (geometry []byte, err error) {
 	}
 	switch {
 	case !validPoolName(spec.Name):
-		return nil, fmt.Errorf("%w: pool name %q; 1 to 64 of letters, digits, dot, dash, underscore, no dot in front", ErrInvalid, spec.Name)
+		return nil, fmt.Errorf("%w: pool name %q; 1 to 64 of letters, digits, dot, dash, underscore, no dot in front",
+			ErrInvalid, spec.Name)
 	case spec.Family != "" && !validPoolName(spec.Family):
 		return nil, fmt.Errorf("%w: family name %q", ErrInvalid, spec.Family)
 	case len(spec.Identity) > ondisk.MaxIdentityBytes:
-		return nil, fmt.Errorf("%w: identity of %d bytes; at most %d", ErrInvalid, len(spec.Identity), ondisk.MaxIdentityBytes)
+		return nil, fmt.Errorf("%w: identity of %d bytes; at most %d", ErrInvalid, len(spec.Identity),
+			ondisk.MaxIdentityBytes)
 	case spec.MaxBytes != 0 && spec.MinBytes > spec.MaxBytes:
 		return nil, fmt.Errorf("%w: minimum %d above maximum %d", ErrInvalid, spec.MinBytes, spec.MaxBytes)
 	}
@@ -299,7 +301,8 @@ func (v *Volume) checkSpec(spec *PoolSpec) (geometry []byte, err error) {
 		return nil, fmt.Errorf("%w: %w", ErrInvalid, err)
 	}
 	if len(geometry) > ondisk.MaxGeometryBytes {
-		return nil, fmt.Errorf("%w: geometry of %d bytes; at most %d", ErrInvalid, len(geometry), ondisk.MaxGeometryBytes)
+		return nil, fmt.Errorf("%w: geometry of %d bytes; at most %d", ErrInvalid, len(geometry),
+			ondisk.MaxGeometryBytes)
 	}
 	return geometry, nil
 }
@@ -316,7 +319,8 @@ func (v *Volume) addPool(spec *PoolSpec, geometry []byte) (*Pool, *Transaction, 
 	}
 	k, ok := stripe.EntryShift(l.SlotUnits(), uint64(v.segmentUnits), bits.Len32(largest)-1)
 	if !ok {
-		return nil, nil, fmt.Errorf("%w: a file of %d bytes does not fit the drives", ErrNoSpace, l.SlotUnits()*ondisk.BlockBytes)
+		return nil, nil, fmt.Errorf("%w: a file of %d bytes does not fit the drives", ErrNoSpace,
+			l.SlotUnits()*ondisk.BlockBytes)
 	}
 	id := uint16(1)
 	if n := len(v.pools); n > 0 {
@@ -328,8 +332,9 @@ func (v *Volume) addPool(spec *PoolSpec, geometry []byte) (*Pool, *Transaction, 
 	t := v.Begin()
 	family := v.familyID(spec.Family, t)
 	e := ondisk.Pool{
-		ID: id, Family: family, TokensPerFile: spec.TokensPerFile, TrailingHit: spec.TrailingHit, MaxSlots: spec.MaxSlots,
-		MinBytes: spec.MinBytes, MaxBytes: spec.MaxBytes, CreationTime: v.o.Now().UnixNano(), SlotUnits: l.SlotUnits(),
+		ID: id, Family: family, TokensPerFile: spec.TokensPerFile, TrailingHit: spec.TrailingHit,
+		MaxSlots: spec.MaxSlots, MinBytes: spec.MinBytes, MaxBytes: spec.MaxBytes,
+		CreationTime: v.o.Now().UnixNano(), SlotUnits: l.SlotUnits(),
 		EntryShift: uint8(k), ChecksumAlg: spec.ChecksumAlg, Digest: spec.IdentityDigest, Name: spec.Name,
 		Identity: spec.Identity, Geometry: geometry,
 	}
@@ -341,7 +346,8 @@ func (v *Volume) addPool(spec *PoolSpec, geometry []byte) (*Pool, *Transaction, 
 	v.pools = append(v.pools, p)
 	if free, owed := v.freeSegments(), v.owedSegments(nil); owed > free && spec.MinBytes > 0 {
 		v.pools = v.pools[:len(v.pools)-1]
-		return nil, nil, fmt.Errorf("%w: the minimums of all pools would need %d segments and %d are free", ErrNoSpace, owed, free)
+		return nil, nil, fmt.Errorf("%w: the minimums of all pools would need %d segments and %d are free", ErrNoSpace,
+			owed, free)
 	}
 	if !v.catalogHasRoom(len(t.buf)) {
 		v.pools = v.pools[:len(v.pools)-1]
@@ -429,7 +435,8 @@ func (v *Volume) SetPoolLimits(id PoolID, minBytes, maxBytes uint64, maxSlots ui
 	p.limits = old
 	v.mu.Unlock()
 	if owed > free && minBytes > old.minBytes {
-		return nil, fmt.Errorf("%w: the minimums of all pools would need %d segments and %d are free", ErrNoSpace, owed, free)
+		return nil, fmt.Errorf("%w: the minimums of all pools would need %d segments and %d are free", ErrNoSpace, owed,
+			free)
 	}
 	t := v.Begin()
 	e := ondisk.Limits{Pool: uint16(id), MaxSlots: maxSlots, MinBytes: minBytes, MaxBytes: maxBytes}

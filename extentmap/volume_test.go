@@ -20,7 +20,8 @@ const mib = 1 << 20
 func smallGeometry(n int) stripe.Geometry {
 	var g stripe.Geometry
 	for i := range n {
-		g.Objects = append(g.Objects, stripe.Object{Layer: uint16(i), Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 4096}}})
+		g.Objects = append(g.Objects, stripe.Object{Layer: uint16(i),
+			Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 4096}}})
 	}
 	return g.WithTrailers()
 }
@@ -69,7 +70,8 @@ func key(n uint64) (k ondisk.Key) {
 
 func record(v *extentmap.Volume, n uint64) *ondisk.Record {
 	nonce, generation := v.NextGeneration()
-	return &ondisk.Record{Key: key(n), Parent: key(n - 1), Nonce: nonce, Generation: generation, CommitTime: int64(n), Tokens: 16, Position: uint32(n), Owner: 1000}
+	return &ondisk.Record{Key: key(n), Parent: key(n - 1), Nonce: nonce, Generation: generation, CommitTime: int64(n),
+		Tokens: 16, Position: uint32(n), Owner: 1000}
 }
 
 // readLabel decodes copy A of a drive's label.

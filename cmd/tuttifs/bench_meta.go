@@ -36,7 +36,7 @@ const (
 	benchInFlight   = 4       // transactions
 	benchSlab       = 1 << 20 // keys drawn at a time
 	benchLookupSlab = 16      // slabs looked up
-	// benchSpare is the space of each drive beyond slots and record tables: labels, journal, catalog, rows that round up.
+	// benchSpare is the space of each drive beyond slots and tables: labels, journal, catalog, rows that round up.
 	benchSpare = 256 << 20
 )
 
@@ -71,7 +71,8 @@ func newBenchMeta() *command {
 	f.StringVar(&o.dir, "dir", os.TempDir(), "directory for the four sparse drive files, removed afterwards")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
-		name: "bench meta", synopsis: "[FLAGS]", summary: "measure memory, mount time and lookups at scale", exits: &plainExits, flags: f,
+		name: "bench meta", synopsis: "[FLAGS]", summary: "measure memory, mount time and lookups at scale",
+		exits: &plainExits, flags: f,
 		long: `
 Makes a volume of four sparse files, commits the given number of GPU files to it (without payload),
 unmounts it and mounts it again. Prints how long the mount took, the resident memory a file that it
@@ -111,7 +112,8 @@ func (o *benchMetaOptions) run(ctx context.Context, e *env, args []string) (err 
 		return err
 	}
 	r := &b.result
-	r.MetBars = r.BytesPerFile <= barBytesPerFile && r.MountSeconds <= barMountSeconds && r.LookupsPerSecond >= barLookupsPerSecond
+	r.MetBars = r.BytesPerFile <= barBytesPerFile && r.MountSeconds <= barMountSeconds &&
+		r.LookupsPerSecond >= barLookupsPerSecond
 	if o.json {
 		return printJSON(e.stdout, r)
 	}
@@ -130,7 +132,8 @@ type benchMeta struct {
 }
 
 func benchGeometry() stripe.Geometry {
-	return stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 1}}}}}.WithTrailers()
+	byteOfKV := []stripe.Run{{Kind: stripe.RunKV, Bytes: 1}}
+	return stripe.Geometry{Objects: []stripe.Object{{Runs: byteOfKV}}}.WithTrailers()
 }
 
 func benchIdentity() gpufile.Identity {
@@ -182,7 +185,8 @@ func (b *benchMeta) create(ctx context.Context) error {
 	if err := b.mount(); err != nil {
 		return err
 	}
-	pool, ticket, err := b.store.OpenPool(benchIdentity(), extentmap.PoolSpec{Name: "bench", Geometry: benchGeometry(), ChecksumAlg: 1})
+	spec := extentmap.PoolSpec{Name: "bench", Geometry: benchGeometry(), ChecksumAlg: 1}
+	pool, ticket, err := b.store.OpenPool(benchIdentity(), spec)
 	if err == nil {
 		err = waitTicket(ticket)
 	}
@@ -380,11 +384,13 @@ func (b *benchMeta) print() {
 	fmt.Fprintf(t, "files\t%d\t\n", r.Files)
 	fmt.Fprintf(t, "create\t%.1f s (%.0f a second)\t\n", r.CreateSeconds, float64(r.Files)/r.CreateSeconds)
 	fmt.Fprintf(t, "unmount\t%.2f s\t\n", r.UnmountSeconds)
-	fmt.Fprintf(t, "mount\t%.2f s (volume %.2f, indexes %.2f; %.2f of CPU)\tbar %d s: %s\n", r.MountSeconds, r.VolumeSeconds,
-		r.MountSeconds-r.VolumeSeconds, r.MountCPUSeconds, barMountSeconds, verdict(r.MountSeconds <= barMountSeconds))
-	fmt.Fprintf(t, "resident memory a file\t%.1f bytes (whole process %.1f)\tbar %d: %s\n", r.BytesPerFile, r.ProcessBytesPerFile,
-		barBytesPerFile, verdict(r.BytesPerFile <= barBytesPerFile))
-	fmt.Fprintf(t, "garbage collector\t%d objects, %s, a collection takes %.2f ms\t\n", r.HeapObjects, humanBytes(r.HeapBytes), r.GCMilliseconds)
-	fmt.Fprintf(t, "lookups on one core\t%.2f million a second\tbar %.0f: %s\n", r.LookupsPerSecond/1e6, barLookupsPerSecond/1e6,
-		verdict(r.LookupsPerSecond >= barLookupsPerSecond))
+	fmt.Fprintf(t, "mount\t%.2f s (volume %.2f, indexes %.2f; %.2f of CPU)\tbar %d s: %s\n", r.MountSeconds,
+		r.VolumeSeconds, r.MountSeconds-r.VolumeSeconds, r.MountCPUSeconds, barMountSeconds,
+		verdict(r.MountSeconds <= barMountSeconds))
+	fmt.Fprintf(t, "resident memory a file\t%.1f bytes (whole process %.1f)\tbar %d: %s\n", r.BytesPerFile,
+		r.ProcessBytesPerFile, barBytesPerFile, verdict(r.BytesPerFile <= barBytesPerFile))
+	fmt.Fprintf(t, "garbage collector\t%d objects, %s, a collection takes %.2f ms\t\n", r.HeapObjects,
+		humanBytes(r.HeapBytes), r.GCMilliseconds)
+	fmt.Fprintf(t, "lookups on one core\t%.2f million a second\tbar %.0f: %s\n", r.LookupsPerSecond/1e6,
+		barLookupsPerSecond/1e6, verdict(r.LookupsPerSecond >= barLookupsPerSecond))
 }

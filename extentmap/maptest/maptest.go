@@ -233,7 +233,8 @@ type Cutter struct {
 
 // NewCutter starts from the drives' contents before the log.
 func NewCutter[T Content](before []T, log []Op, seed uint64) *Cutter {
-	return &Cutter{log: log, durable: imagesOf(before), pending: make([][]Op, len(before)), rng: rand.New(rand.NewPCG(seed, 1))}
+	return &Cutter{log: log, durable: imagesOf(before), pending: make([][]Op, len(before)),
+		rng: rand.New(rand.NewPCG(seed, 1))}
 }
 
 // Step takes one operation; false at the end.

@@ -72,7 +72,8 @@ type Scan struct {
 // Replay reads the journal from block tail on and hands the joined entries of each whole batch to apply. copies are
 // whole rings as read from each metadata drive (nil where one could not be read); of each block any valid copy will
 // do. The bytes given to apply are valid during the call.
-func (j *Journal) Replay(copies [][]byte, tail uint64, chain uint32, apply func(sequence uint64, entries []byte) error) (Scan, error) {
+func (j *Journal) Replay(copies [][]byte, tail uint64, chain uint32,
+	apply func(sequence uint64, entries []byte) error) (Scan, error) {
 	out := Scan{Head: tail, Chain: chain}
 	var batch []byte
 	for {

@@ -11,11 +11,12 @@ import (
 
 func testLabel() *Label {
 	l := &Label{
-		Version: Version, Compat: 0xf0, Incompat: FeatureDraft, Unit: 0, Volume: [16]byte{1}, Drive: [16]byte{2}, Index: 1, Width: 2,
-		LBAShift: 12, Clean: true, Units: 16384,
+		Version: Version, Compat: 0xf0, Incompat: FeatureDraft, Unit: 0, Volume: [16]byte{1}, Drive: [16]byte{2},
+		Index: 1, Width: 2, LBAShift: 12, Clean: true, Units: 16384,
 		Region: Region{SuperblockUnit: 1, JournalUnit: 3, JournalBlocks: 256, CatalogUnit: 259, CatalogBlocks: 70,
 			SegmentUnit: 448, SegmentUnits: 64, Segments: 248},
-		Epoch: 7, Nonce: 8, Predecessor: 9, Base: 6, Holders: 3, Metadata: 3, Sequence: 11, CreationTime: 12, Name: "kv0",
+		Epoch: 7, Nonce: 8, Predecessor: 9, Base: 6, Holders: 3, Metadata: 3, Sequence: 11,
+		CreationTime: 12, Name: "kv0",
 	}
 	l.Members[0] = Member{UUID: [16]byte{3}, State: DriveActive, Units: 16384}
 	l.Members[1] = Member{UUID: [16]byte{2}, State: DriveActive, Units: 16384}
@@ -25,15 +26,15 @@ func testLabel() *Label {
 
 func testSuperblock() *Superblock {
 	return &Superblock{
-		Unit: 2, Sequence: 5, Volume: [16]byte{1}, Epoch: 7, Nonce: 8, Tail: 1000, Chain: 77, CatalogArea: 1, CatalogBlocks: 3,
-		CatalogCRC: 99, CatalogBytes: 9000, CatalogSeq: 4, NextCommit: 123456, Time: 1e18,
+		Unit: 2, Sequence: 5, Volume: [16]byte{1}, Epoch: 7, Nonce: 8, Tail: 1000, Chain: 77, CatalogArea: 1,
+		CatalogBlocks: 3, CatalogCRC: 99, CatalogBytes: 9000, CatalogSeq: 4, NextCommit: 123456, Time: 1e18,
 	}
 }
 
 func testRecord() *Record {
 	return &Record{
-		Key: Key{1, 2}, Parent: Key{3}, Nonce: 4, Generation: 5, Sequence: 6, CommitTime: 7, LastHit: 8, Hits: 9, Tenant: 10,
-		Owner: 11, Tokens: 12, Position: 13, State: StateCommitted,
+		Key: Key{1, 2}, Parent: Key{3}, Nonce: 4, Generation: 5, Sequence: 6, CommitTime: 7, LastHit: 8, Hits: 9,
+		Tenant: 10, Owner: 11, Tokens: 12, Position: 13, State: StateCommitted,
 	}
 }
 
@@ -97,14 +98,16 @@ func (r *recorder) Put(e Put) error {
 }
 
 func testStream() []byte {
-	p := Pool{ID: 3, Family: 1, TokensPerFile: 256, TrailingHit: 2, MaxSlots: 7, MinBytes: 8, MaxBytes: 9, CreationTime: 10,
-		SlotUnits: 17, EntryShift: 2, ChecksumAlg: 1, Digest: [32]byte{5}, Name: "llama", Identity: []byte("{}"), Geometry: []byte("geo")}
+	p := Pool{ID: 3, Family: 1, TokensPerFile: 256, TrailingHit: 2, MaxSlots: 7, MinBytes: 8, MaxBytes: 9,
+		CreationTime: 10, SlotUnits: 17, EntryShift: 2, ChecksumAlg: 1, Digest: [32]byte{5},
+		Name: "llama", Identity: []byte("{}"), Geometry: []byte("geo")}
 	b := (&Family{ID: 1, Name: "hybrid"}).Append(nil)
 	b = (&Tenant{ID: 4, Quota: 5, Name: "lora"}).Append(b)
 	b = (&Tenant{}).Append(b)
 	b = p.Append(b)
 	b = (&Limits{Pool: 3, MaxSlots: 1, MinBytes: 2, MaxBytes: 3}).Append(b)
-	b = (&Row{Pool: 3, Number: 9, Tables: [2]Locator{Locate(0, 5), Locate(1, 6)}, Entries: []Locator{Locate(0, 448), Locate(1, 512)}}).Append(b)
+	b = (&Row{Pool: 3, Number: 9, Tables: [2]Locator{Locate(0, 5), Locate(1, 6)},
+		Entries: []Locator{Locate(0, 448), Locate(1, 512)}}).Append(b)
 	b = AppendPut(b, 3, 100, testRecord())
 	b = AppendFree(b, 3, 101)
 	return (&DropRow{Pool: 3, Number: 9}).Append(b)
@@ -136,7 +139,8 @@ func TestEveryBitCounts(t *testing.T) {
 		fill  func(b []byte)
 		check func(b []byte) error
 	}{
-		"label": {func(b []byte) { testLabel().Encode(b) }, func(b []byte) error { _, err := DecodeLabel(b, 0); return err }},
+		"label": {func(b []byte) { testLabel().Encode(b) },
+			func(b []byte) error { _, err := DecodeLabel(b, 0); return err }},
 		"superblock": {func(b []byte) { testSuperblock().Encode(b) },
 			func(b []byte) error { _, err := DecodeSuperblock(b, 2, [16]byte{1}); return err }},
 		"table": {func(b []byte) { testRecord().Encode(BlockRecord(b, 30)); SealTable(b, at, 42, 9, id) },
@@ -181,7 +185,8 @@ func TestBlocksElsewhere(t *testing.T) {
 		tag uint64
 		id  TableID
 	}{
-		{Locate(1, 78), 42, id}, {Locate(2, 77), 42, id}, {Locate(1, 77), 43, id}, {Locate(1, 77), 42, TableID{3, 4, 6}},
+		{Locate(1, 78), 42, id}, {Locate(2, 77), 42, id}, {Locate(1, 77), 43, id},
+		{Locate(1, 77), 42, TableID{3, 4, 6}},
 		{Locate(1, 77), 42, TableID{3, 5, 5}}, {Locate(1, 77), 42, TableID{4, 4, 5}},
 	} {
 		_, err := OpenTable(b, c.at, c.tag, c.id)
