@@ -268,6 +268,20 @@ func TestMkfsLeavesNothingOfAFailure(t *testing.T) {
 	require.NoFileExists(t, filepath.Join(dir, "d0"))
 }
 
+func TestMkfsRefusesWhatIsKnown(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "ext4")
+	image := make([]byte, 64<<20)
+	image[1080], image[1081] = 0x53, 0xef // the magic number of ext2, ext3 and ext4
+	require.NoError(t, os.WriteFile(path, image, 0o600))
+	refused(t, 1, "ext", "mkfs", path)
+	refused(t, 1, "-f", "mkfs", "-n", path)
+	after, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(image, after), "a refusal changes nothing")
+	tuttifs(t, "mkfs", "-q", "--force", path)
+	tuttifs(t, "fsck", "-n", path)
+}
+
 func TestMissingAndForeignDrives(t *testing.T) {
 	a, b := formatted(t, 2, "64m"), formatted(t, 1, "64m")
 	away := filepath.Join(t.TempDir(), "away")
@@ -457,6 +471,32 @@ func TestKilledEngine(t *testing.T) {
 		return s.Sessions == 0 && s.Total.FilesPinned == 0 && s.Total.FilesReserved == 0
 	}, time.Minute, 20*time.Millisecond, "leases end with their holder")
 	require.Zero(t, replayed(t, trace, dir, "--requests", "50").VerifyFailures)
+}
+
+// Two engines share a pool that is too small for them: nobody gets wrong bytes, and what one stores the other finds.
+func TestTwoEngines(t *testing.T) {
+	paths := formatted(t, 2, "64m")
+	dir := mounted(t, paths[0])
+	trace := smallTrace(t, 120)
+	var engines [2]*exec.Cmd
+	var output [2]bytes.Buffer
+	for i := range engines {
+		engines[i] = exec.Command(builtBinary(t), "replay", "--json", "--scale", "1024", trace, dir)
+		engines[i].Stdout, engines[i].Stderr = &output[i], os.Stderr
+		require.NoError(t, engines[i].Start())
+		t.Cleanup(func() { _ = engines[i].Process.Kill() })
+	}
+	stored, hit := uint64(0), uint64(0)
+	for i := range engines {
+		require.NoError(t, engines[i].Wait(), "%s", &output[i])
+		doc := decode[replayDocument](t, output[i].String())
+		require.Zero(t, doc.VerifyFailures)
+		stored, hit = stored+doc.StoredBlocks, hit+doc.HitBlocks
+	}
+	status := decode[statusDocument](t, tuttifs(t, "status", "--json", dir))
+	require.Equal(t, stored, status.Total.Committed)
+	require.Equal(t, hit, status.Total.Hits)
+	require.Zero(t, status.Total.FilesPinned+status.Total.FilesReserved+status.Total.Bad+status.IO.Refused)
 }
 
 // A daemon that is told to stop does not wait for engines.

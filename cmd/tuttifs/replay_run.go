@@ -184,16 +184,21 @@ func (r *replay) print(out io.Writer) {
 	row("blocks", "%d, of which %d hit, %d stored, %d not stored", d.Blocks, d.HitBlocks, d.StoredBlocks,
 		d.NotStoredBlocks)
 	row("hit rate", "%.1f %% of blocks, %.1f %% of tokens", 100*d.HitRate, 100*d.HitRateTokens)
-	row("read", "%s at %.2f GB/s, verified", humanBytes(d.BytesRead), d.ReadGBPerSecond)
-	row("written", "%s at %.2f GB/s, committed", humanBytes(d.BytesWritten), d.WriteGBPerSecond)
+	moved := d.BytesRead+d.BytesWritten > 0 // none with --metadata-only
+	if moved {
+		row("read", "%s at %.2f GB/s, verified", humanBytes(d.BytesRead), d.ReadGBPerSecond)
+		row("written", "%s at %.2f GB/s, committed", humanBytes(d.BytesWritten), d.WriteGBPerSecond)
+	}
 	latency := func(name string, h *histogram) {
 		row(name, "p50 %v, p90 %v, p99 %v, max %v", round3(h.quantile(0.5)), round3(h.quantile(0.9)),
 			round3(h.quantile(0.99)),
 			round3(h.max))
 	}
 	latency("lookup", &r.lookup)
-	latency("layer", &r.layer)
-	row("verify failures", "%d", d.VerifyFailures)
+	if moved {
+		latency("layer", &r.layer)
+		row("verify failures", "%d", d.VerifyFailures)
+	}
 	row("evictions", "%d", d.Evictions)
 	w.Flush()
 }
