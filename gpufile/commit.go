@@ -204,6 +204,9 @@ func (r *reservation) settle(err error) {
 		r.ticket.Complete(err)
 		return
 	}
+	if err == nil {
+		r.touchParents()
+	}
 	for i := range r.items {
 		for j, p := range r.g.pools {
 			if f := r.file(i, j); f.status == GrantNew {
@@ -212,6 +215,16 @@ func (r *reservation) settle(err error) {
 		}
 	}
 	r.conclude(err)
+}
+
+// touchParents counts a chain's continuation as a use of the file that it continues, unless a session pins that: then its
+// pin was the use, and the request's files keep their order. The pools' mutexes are held, and the parents'.
+func (r *reservation) touchParents() {
+	for _, h := range r.held {
+		if n := &h.p.nodes.s[h.slot]; n.pins() == 1 && n.is(flagVisible) && !n.is(flagOrphan) {
+			h.p.policy.touch(h.slot)
+		}
+	}
 }
 
 // settleFile makes one file visible, or gives its slot back.

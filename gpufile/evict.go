@@ -23,7 +23,7 @@ type victim struct {
 // plan takes n more victims and reports whether it found them all; what it found stays in p.victims until applyPlan or
 // undoPlan. Orphans go first, then what the policy says.
 func (p *Pool) plan(n int) bool {
-	if uint64(n)+uint64(len(p.victims)) > p.files {
+	if uint64(n)+uint64(len(p.victims)) > p.unpinned() {
 		return false
 	}
 	for range n {
@@ -38,6 +38,9 @@ func (p *Pool) plan(n int) bool {
 	}
 	return true
 }
+
+// unpinned is the number of visible files without pins, those of a plan included.
+func (p *Pool) unpinned() uint64 { return p.files - (p.pinned - p.doomed) }
 
 func (p *Pool) evictable(slot uint32) bool {
 	n := &p.nodes.s[slot]
@@ -259,7 +262,7 @@ func (p *Pool) EvictCount(n int) (int, error) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.plan(int(min(uint64(n), p.files)))
+	p.plan(int(min(uint64(n), p.unpinned())))
 	evicted := p.applyPlan()
 	p.flushFrees()
 	return evicted, nil

@@ -312,3 +312,54 @@ func TestOrderSurvivesMount(t *testing.T) {
 		w.close()
 	}
 }
+
+// TestContinuedChainIsRecent: a chain that grows without being pinned again is as recent as its last block, and its first blocks
+// outlive it.
+func TestContinuedChainIsRecent(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
+	p := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 60 })
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	long := chainKeys(0, 20)
+	require.NoError(t, store(t, m, g, 0, chainItems(long)[:5]))
+	for i := range 15 {
+		require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(uint64(100+i), 2))))
+		require.NoError(t, store(t, m, g, 0, chainItems(long)[5+i:6+i]))
+	}
+	require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(50, 35))))
+	n, err := m.Peek(g, 0, long)
+	require.NoError(t, err)
+	require.Equal(t, 20, n, "the older short chains went")
+	require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(51, 8))))
+	n, err = m.Peek(g, 0, long)
+	require.NoError(t, err)
+	slots := make([]uint32, 20)
+	require.Equal(t, n, p.Lookup(long, slots), "leaf first")
+	checkPool(t, p)
+}
+
+// TestNothingEvictable: inner files of chains whose leaves are pinned one by one are no victims, and are not looked for for ever.
+func TestNothingEvictable(t *testing.T) {
+	for _, policy := range Policies {
+		w := newWorld(t, 2, 64*mib, Options{NoIO: true, Policy: policy})
+		p := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 60 })
+		g := w.s.GroupOfPool(p.ID())
+		m := w.member()
+		for c := range uint64(6) {
+			keys := chainKeys(c, 10)
+			require.NoError(t, store(t, m, g, 0, chainItems(keys)))
+			slot, generation, ok := p.Find(&keys[9])
+			require.True(t, ok)
+			_, release, ok := p.HoldRead(slot, generation, 64)
+			require.True(t, ok)
+			defer release()
+		}
+		_, err := reserve(t, m, g, 0, 1<<40, chainItems(chainKeys(9, 1)))
+		require.ErrorIs(t, err, ErrNoSpace)
+		n, err := p.EvictCount(5)
+		require.NoError(t, err)
+		require.Zero(t, n)
+		require.EqualValues(t, 60, p.Stats().Files)
+		checkPool(t, p)
+	}
+}

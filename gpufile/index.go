@@ -105,6 +105,7 @@ func (x *index) lookupStage(keys []Key, slots []uint32) {
 	var (
 		tags [lookupStage]uint64
 		at   [lookupStage]*uint64 // first bucket to look at; nil in an empty shard
+		key  [lookupStage]*Key    // of the record that was found
 		warm uint64
 	)
 	for i := range keys {
@@ -133,11 +134,12 @@ func (x *index) lookupStage(keys []Key, slots []uint32) {
 		}
 		if *p>>32 == tags[i] {
 			slots[i] = uint32(*p)
-			warm += uint64(x.m.RecordKey(slots[i])[0])
+			key[i] = x.m.RecordKey(slots[i])
+			warm += uint64(key[i][0])
 		}
 	}
 	for i := range keys {
-		if slots[i] != none && *x.m.RecordKey(slots[i]) != keys[i] {
+		if slots[i] != none && *key[i] != keys[i] {
 			slots[i] = x.find(&keys[i]) // two keys of one tag: rare
 		}
 	}

@@ -147,8 +147,7 @@ func TestLoadPrefersHigherSequence(t *testing.T) {
 		newer[k], _, _ = p.Find(&k)
 	}
 	// The daemon dies: nothing of the doomed files' freeing is known.
-	w.v.Abandon()
-	w.s.Close()
+	w.kill()
 	w.open()
 	p = w.s.PoolByName("a")
 	checkPool(t, p)

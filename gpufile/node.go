@@ -86,6 +86,15 @@ func (l *list) insertBehind(s, at uint32) {
 	l.n++
 }
 
+// insertAhead puts s right ahead of (newer than) at, which is in the list.
+func (l *list) insertAhead(s, at uint32) {
+	if w := l.a.s[at].newer; w != none {
+		l.insertBehind(s, w)
+		return
+	}
+	l.pushNewest(s)
+}
+
 func (l *list) remove(s uint32) {
 	n := &l.a.s[s]
 	if n.newer == none {

@@ -23,18 +23,34 @@ func (p *lru) evicted(uint32)      {}
 func (p *lru) len() int            { return p.q.n }
 func (p *lru) close()              {}
 
-// victim passes files that are in use over by making them the most recent, which they are; going once around leaves the
-// order as it was.
+// victim passes over files that cannot go. A pinned one becomes the most recent, which it is. An inner one goes right ahead of
+// a child: that child was stored or hit without it, and it is to follow the child out.
 func (p *lru) victim(evictable func(uint32) bool) (uint32, bool) {
-	for range p.q.n {
+	for range 2 * p.q.n {
 		s := p.q.oldest
 		if evictable(s) {
 			p.q.remove(s)
 			return s, true
 		}
-		p.q.toNewest(s)
+		p.q.remove(s)
+		if child := p.q.a.s[s].first; child != none {
+			p.q.insertAhead(s, child)
+		} else {
+			p.q.pushNewest(s)
+		}
 	}
-	return none, false
+	// Chains with pinned leaves have gone round and round: look at all there is.
+	found := none
+	p.q.each(func(s uint32) bool {
+		if evictable(s) {
+			found = s
+		}
+		return found == none
+	})
+	if found != none {
+		p.q.remove(found)
+	}
+	return found, found != none
 }
 
 func (p *lru) each(f func(uint32) bool) { p.q.each(f) }

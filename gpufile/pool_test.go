@@ -91,6 +91,18 @@ func (w *world) close() {
 	w.s = nil
 }
 
+// kill drops store and volume as a dying daemon does: nothing more is written.
+func (w *world) kill() {
+	w.s.mu.Lock()
+	w.s.closed = true
+	w.s.mu.Unlock()
+	close(w.s.quit)
+	w.s.workers.Wait()
+	w.s.closePools()
+	w.v.Abandon()
+	w.s = nil
+}
+
 // reopen unmounts cleanly and mounts again.
 func (w *world) reopen() {
 	w.close()
