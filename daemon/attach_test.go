@@ -229,7 +229,8 @@ func TestDeathWaitsForCommands(t *testing.T) {
 	_, a := c.session(ioctl.AttachOptions{Lanes: 1, Depth: 16, DMABytes: 1 << 20})
 	r := ioctl.Reserve{Target: p, Items: items(a, 1), Grants: grantSpan, Reserve: 1}
 	c.reserve(&r)
-	x := ioctl.Extents{Target: p, Slot: ioctl.View[ioctl.Grant](a.Arena, grantSpan)[0].Slot, Extents: ioctl.Span{Bytes: 4096}}
+	slot := ioctl.View[ioctl.Grant](a.Arena, grantSpan)[0].Slot
+	x := ioctl.Extents{Target: p, Slot: slot, Extents: ioctl.Span{Bytes: 4096}}
 	require.Zero(t, issue(c, ioctl.CmdExtents, &x, 0))
 	e := ioctl.View[ioctl.Extent](a.Arena, x.Extents)[0]
 	d := slow[e.Drive]

@@ -300,7 +300,8 @@ func FuzzVerbs(f *testing.F) {
 		documented[e] = true
 	}
 	for _, cmd := range []uint32{ioctl.CmdHello, ioctl.CmdDrives, ioctl.CmdSessionCreate, ioctl.CmdPoolOpen,
-		ioctl.CmdPoolInfo, ioctl.CmdLayout, ioctl.CmdRows, ioctl.CmdMapAck, ioctl.CmdPeek, ioctl.CmdPin, ioctl.CmdRelease, ioctl.CmdReserve,
+		ioctl.CmdPoolInfo, ioctl.CmdLayout, ioctl.CmdRows, ioctl.CmdMapAck, ioctl.CmdPeek, ioctl.CmdPin, ioctl.CmdRelease,
+		ioctl.CmdReserve,
 		ioctl.CmdCommit, ioctl.CmdAbort, ioctl.CmdReportBad, ioctl.CmdEvict, ioctl.CmdUnlink, ioctl.CmdExtents,
 		ioctl.CmdStats,
 		ioctl.CmdEvents, ioctl.CmdTicket} {

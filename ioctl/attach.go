@@ -76,7 +76,7 @@ const (
 	SessionPageBytes = 4096
 
 	ArmedWord         = 0   // u32: raised by the engine before it rings a doorbell, lowered when its work is done
-	WakeWord          = 64  // u32: a poller stores 1 and sleeps; the engine raises armed, swaps in 0, wakes all if it was 1
+	WakeWord          = 64  // u32: a poller stores 1 and sleeps; the engine raises armed, swaps in 0, wakes if it was 1
 	HeartbeatWord     = 128 // u64: counted up by the daemon every HeartbeatMilliseconds
 	NonceWord         = 136 // u64: of the mount
 	StateWord         = 144 // u32: SessionLive, SessionClosed

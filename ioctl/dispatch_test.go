@@ -192,8 +192,8 @@ func TestReadOnlyHandle(t *testing.T) {
 // TestCommands: the constants, the verb table and the numbers in the structs' Go types agree.
 func TestCommands(t *testing.T) {
 	commands := []uint32{CmdHello, CmdDrives, CmdSessionCreate, CmdSessionJoin, CmdArena, CmdPoolOpen, CmdPoolInfo,
-		CmdLayout, CmdRows, CmdMapAck, CmdPeek, CmdPin, CmdRelease, CmdReserve, CmdCommit, CmdAbort, CmdReportBad, CmdEvict, CmdUnlink,
-		CmdExtents, CmdStats, CmdEvents, CmdTicket}
+		CmdLayout, CmdRows, CmdMapAck, CmdPeek, CmdPin, CmdRelease, CmdReserve, CmdCommit, CmdAbort, CmdReportBad, CmdEvict,
+		CmdUnlink, CmdExtents, CmdStats, CmdEvents, CmdTicket}
 	require.Len(t, commands, nrEnd-1)
 	for i, c := range commands {
 		cmd, _ := request(i + 1)
