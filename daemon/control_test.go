@@ -50,8 +50,14 @@ func newWorldOn(t testing.TB, drives []drive.Drive, g gpufile.Options, o Control
 	t.Helper()
 	_, err := extentmap.Format(drives, extentmap.FormatOptions{Label: "test"})
 	require.NoError(t, err)
+	return openWorld(t, drives, extentmap.Options{}, g, o)
+}
+
+func openWorld(t testing.TB, drives []drive.Drive, x extentmap.Options, g gpufile.Options, o ControlOptions) *world {
+	t.Helper()
 	w := &world{t: t}
-	w.volume, err = extentmap.OpenDrives(drives, extentmap.Options{})
+	var err error
+	w.volume, err = extentmap.OpenDrives(drives, x)
 	require.NoError(t, err)
 	w.store, err = gpufile.Open(w.volume, g)
 	require.NoError(t, err)
@@ -62,12 +68,18 @@ func newWorldOn(t testing.TB, drives []drive.Drive, g gpufile.Options, o Control
 	o.Logf = t.Logf
 	w.control, err = NewControl(w.store, o)
 	require.NoError(t, err)
-	t.Cleanup(func() {
-		require.NoError(t, w.control.Shutdown())
-		w.store.Close()
-		require.NoError(t, w.volume.Close())
-	})
+	t.Cleanup(w.close)
 	return w
+}
+
+// close ends everything in the daemon's order. Closing again does nothing.
+func (w *world) close() {
+	if w.volume != nil {
+		require.NoError(w.t, w.control.Shutdown())
+		w.store.Close()
+		require.NoError(w.t, w.volume.Close())
+		w.volume = nil
+	}
 }
 
 // socketDir is short: socket paths hold 107 bytes.

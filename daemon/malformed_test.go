@@ -9,6 +9,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/drive"
+	"tuttifs/extentmap"
 	"tuttifs/gpufile"
 	"tuttifs/ioctl"
 )
@@ -207,6 +209,43 @@ func TestVerbsWithoutSession(t *testing.T) {
 	w.control.Close(c.handle)
 	require.Equal(t, int32(ioctl.EMFILE), w.control.Ioctl(c.handle, 1, ioctl.CmdHello, 0, nil, nil), "closed")
 	require.Eventually(t, func() bool { return len(w.store.Sessions()) == 0 }, 10*time.Second, time.Millisecond)
+}
+
+// keptDrive stays open when its volume is closed.
+type keptDrive struct{ drive.Drive }
+
+func (keptDrive) Close() error { return nil }
+
+// TestReadOnlyVolume: what is stored can be looked at and pinned, and nothing can be changed.
+func TestReadOnlyVolume(t *testing.T) {
+	drives := memoryDrives(t, 64<<20)
+	for i, d := range drives {
+		drives[i] = keptDrive{d}
+		t.Cleanup(func() { _ = d.Close() })
+	}
+	w := newWorldOn(t, drives, gpufile.Options{NoIO: true}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{})
+	c.store(a, c.pool(a, "p"), 1, 3)
+	w.close()
+
+	w = openWorld(t, drives, extentmap.Options{ReadOnly: true}, gpufile.Options{NoIO: true}, ControlOptions{})
+	c = w.open(true)
+	_, a = c.session(ioctl.AttachOptions{})
+	var hello ioctl.Hello
+	require.Zero(t, issue(c, ioctl.CmdHello, &hello, 0))
+	require.NotZero(t, hello.State&ioctl.StateReadOnly)
+	p := c.pool(a, "p")
+	pin := ioctl.Pin{Target: p, Keys: keys(a, 3), Grants: grantSpan, Request: 1}
+	require.Zero(t, issue(c, ioctl.CmdPin, &pin, 0))
+	require.Equal(t, uint32(3), pin.Count)
+
+	r := poolRequest(t, a.Arena, "q", testIdentity("swa"), testGeometry(t, 1))
+	require.Equal(t, ioctl.EROFS, issue(c, ioctl.CmdPoolOpen, &r, 0))
+	reserve := ioctl.Reserve{Target: p, Items: items(a, 4), Grants: grantSpan, Reserve: 1}
+	require.Equal(t, ioctl.EROFS, issue(c, ioctl.CmdReserve, &reserve, 0))
+	require.Equal(t, ioctl.EROFS, issue(c, ioctl.CmdUnlink, &ioctl.Unlink{Target: p, Keys: keys(a, 1)}, 0))
+	require.Equal(t, ioctl.EROFS, issue(c, ioctl.CmdEvict, &ioctl.Evict{Target: p, Count: 1}, ioctl.EvictCount))
 }
 
 // scribble writes all over memory until stop is closed: a hostile or broken engine.
