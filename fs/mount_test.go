@@ -228,7 +228,8 @@ func startServer(t testing.TB, s scene) *server {
 	require.NoError(t, err)
 	v := &server{t: t, dir: s.Dir, baseline: s.Baseline}
 	v.cmd = exec.Command(os.Args[0])
-	v.cmd.Env = append(os.Environ(), serveEnv+"="+string(text))
+	// The race detector lets a process linger for a second before it ends.
+	v.cmd.Env = append(os.Environ(), serveEnv+"="+string(text), "GORACE=atexit_sleep_ms=0 "+os.Getenv("GORACE"))
 	v.cmd.Stderr = &quietLog{t: t}
 	v.in, err = v.cmd.StdinPipe()
 	require.NoError(t, err)
