@@ -227,7 +227,7 @@ func (d *Daemon) statusFiles() []fs.StatusFile {
 	}
 	return []fs.StatusFile{
 		file("version", d.versionDocument), file("volume", d.volumeDocument), file("drives", d.drivesDocument),
-		file("stats", func() any { return d.stats() }), file("sessions", d.sessionsDocument), file("options",
-			d.optionsDocument),
+		file("stats", func() any { return d.stats() }), file("sessions", d.sessionsDocument),
+		file("options", d.optionsDocument),
 	}
 }

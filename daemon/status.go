@@ -101,8 +101,7 @@ type DriveDocument struct {
 func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
 	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
 	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata,
-		d.Segments,
-		d.FreeSegments, d.ReadErrors, d.WriteErrors}
+		d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors}
 }
 
 // NewDriveDocuments describes all of them.
@@ -137,8 +136,7 @@ type PoolStats struct {
 
 func newPoolStats(s gpufile.Stats) PoolStats {
 	return PoolStats{s.Lookups, s.Hits, s.Misses, s.Reserved, s.Committed, s.Aborted, s.Evicted, s.Doomed, s.Bad,
-		s.Files, s.FilesPinned,
-		s.FilesReserved, s.SlotsFree, s.SlotsFreeing, s.SlotsUsed, s.BytesUsed, s.BytesCapacity}
+		s.Files, s.FilesPinned, s.FilesReserved, s.SlotsFree, s.SlotsFreeing, s.SlotsUsed, s.BytesUsed, s.BytesCapacity}
 }
 
 func (s *PoolStats) add(o *PoolStats) {
@@ -251,10 +249,10 @@ func NewVolumeDocument(v *extentmap.Volume) *VolumeDocument {
 	info := v.Info()
 	doc := &VolumeDocument{
 		OutputVersion: StatusVersion, UUID: extentmap.FormatUUID(info.UUID), Label: info.Label, Epoch: info.Epoch,
-		Nonce: info.Nonce, Width: info.Width,
-		SegmentBytes: info.SegmentBytes, ReadOnly: info.ReadOnly, Draft: info.Draft, TotalBytes: info.TotalBytes,
-		UnassignedBytes: info.FreeBytes, JournalBytes: info.JournalBytes, JournalUsedBytes: info.JournalUsedBytes,
-		Pools: []PoolDocument{}, Families: []FamilyDocument{}, Tenants: []TenantDocument{},
+		Nonce: info.Nonce, Width: info.Width, SegmentBytes: info.SegmentBytes, ReadOnly: info.ReadOnly, Draft: info.Draft,
+		TotalBytes: info.TotalBytes, UnassignedBytes: info.FreeBytes, JournalBytes: info.JournalBytes,
+		JournalUsedBytes: info.JournalUsedBytes,
+		Pools:            []PoolDocument{}, Families: []FamilyDocument{}, Tenants: []TenantDocument{},
 	}
 	for _, p := range v.Pools() {
 		doc.Pools = append(doc.Pools, newPoolDocument(p))
@@ -277,10 +275,8 @@ func newPoolDocument(p *extentmap.Pool) PoolDocument {
 	return PoolDocument{
 		ID: uint16(p.ID()), Name: spec.Name, Identity: spec.Identity, Family: spec.Family, TrailingHit: spec.TrailingHit,
 		TokensPerFile: spec.TokensPerFile, Objects: layout.Objects(), Ranks: layout.Ranks(),
-		FileBytes: layout.Geometry().FileBytes(),
-		SlotBytes: p.SlotBytes(), Rows: len(p.Rows()), SlotsPerRow: p.SlotsPerRow(), MinBytes: spec.MinBytes,
-		MaxBytes: spec.MaxBytes,
-		MaxSlots: spec.MaxSlots,
+		FileBytes: layout.Geometry().FileBytes(), SlotBytes: p.SlotBytes(), Rows: len(p.Rows()),
+		SlotsPerRow: p.SlotsPerRow(), MinBytes: spec.MinBytes, MaxBytes: spec.MaxBytes, MaxSlots: spec.MaxSlots,
 	}
 }
 
@@ -326,10 +322,9 @@ func (d *Daemon) optionsDocument() any {
 	o := &d.options
 	doc := OptionsDocument{
 		OutputVersion: StatusVersion, ReadOnly: o.ReadOnly, Discard: "auto", CheckpointSeconds: o.CheckpointSeconds,
-		Policy:  o.Policy,
-		Pollers: o.Pollers, SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther, UID: o.UID, GID: o.GID,
-		Umask: fmt.Sprintf("%04o",
-			o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(), AttrTimeoutSeconds: o.AttrTimeout.Seconds(),
+		Policy: o.Policy, Pollers: o.Pollers, SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther,
+		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
+		AttrTimeoutSeconds: o.AttrTimeout.Seconds(),
 	}
 	for _, drive := range d.volume.Info().Drives {
 		doc.Drives = append(doc.Drives, drive.Name)

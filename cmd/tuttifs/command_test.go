@@ -149,8 +149,7 @@ func TestParseSize(t *testing.T) {
 
 func TestHumanBytes(t *testing.T) {
 	for n, want := range map[uint64]string{0: "0 B", 1023: "1023 B", 1024: "1.0 KiB", 1536: "1.5 KiB",
-		1<<20 - 1: "1.0 MiB", 1 << 40: "1.0 TiB",
-		1<<64 - 1: "16.0 EiB"} {
+		1<<20 - 1: "1.0 MiB", 1 << 40: "1.0 TiB", 1<<64 - 1: "16.0 EiB"} {
 		require.Equal(t, want, humanBytes(n))
 	}
 }

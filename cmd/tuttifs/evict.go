@@ -94,8 +94,8 @@ func (o *evictOptions) run(ctx context.Context, e *env, args []string) error {
 }
 
 // evict speaks the ABI as an engine does: a session with an arena and no queues.
-func (o *evictOptions) evict(ctx context.Context, mount, pool string, flag uint16, keys []gpufile.Key) (total uint64,
-	err error) {
+func (o *evictOptions) evict(ctx context.Context, mount, pool string, flag uint16, keys []gpufile.Key) (
+	total uint64, err error) {
 	c, err := ioctl.Open(mount, false)
 	if err != nil {
 		return 0, err

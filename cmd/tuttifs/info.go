@@ -130,8 +130,7 @@ func (d *infoDocument) print(e *env) {
 			mode = "direct"
 		}
 		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%s\t%.0f%%\t%d\n", dr.Index, dr.Name, dr.Kind, humanBytes(dr.Bytes),
-			dr.LBABytes, mode,
-			100*ratio(uint64(dr.FreeSegments), uint64(dr.Segments)), dr.ReadErrors+dr.WriteErrors)
+			dr.LBABytes, mode, 100*ratio(uint64(dr.FreeSegments), uint64(dr.Segments)), dr.ReadErrors+dr.WriteErrors)
 	}
 	w.Flush()
 	if len(d.Pools) == 0 {

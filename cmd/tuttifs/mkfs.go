@@ -166,8 +166,7 @@ type planDocument struct {
 
 func planJSON(p *extentmap.FormatPlan, dryRun bool) planDocument {
 	return planDocument{outputVersion, dryRun, extentmap.FormatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes,
-		p.JournalBytes, p.MetadataBytes,
-		p.UsableBytes, daemon.NewDriveDocuments(p.Drives)}
+		p.JournalBytes, p.MetadataBytes, p.UsableBytes, daemon.NewDriveDocuments(p.Drives)}
 }
 
 func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {

@@ -53,11 +53,11 @@ var mountOptionTable = []mountOption{
 			s.search = append(s.search, v)
 			return nil
 		}},
-	{"noxattr", "", "no extended attributes: faster for those who list millions of files", func(s *mountSettings,
-		_ string) error {
-		s.daemon.NoXattr = true
-		return nil
-	}},
+	{"noxattr", "", "no extended attributes: faster for those who list millions of files",
+		func(s *mountSettings, _ string) error {
+			s.daemon.NoXattr = true
+			return nil
+		}},
 	{"allow_other", "", "other users may use the mount, within the permissions", func(s *mountSettings, _ string) error {
 		s.daemon.AllowOther = true
 		return nil
@@ -71,12 +71,12 @@ var mountOptionTable = []mountOption{
 	{"umask", "OCTAL", "permissions that nobody has (default 077)", func(s *mountSettings, v string) error {
 		return parseNumber(v, 8, 0o777, &s.daemon.Umask)
 	}},
-	{"discard", "", "tell drives which blocks are free (default for block devices)", func(s *mountSettings,
-		_ string) error {
-		s.daemon.Discard = new(bool)
-		*s.daemon.Discard = true
-		return nil
-	}},
+	{"discard", "", "tell drives which blocks are free (default for block devices)",
+		func(s *mountSettings, _ string) error {
+			s.daemon.Discard = new(bool)
+			*s.daemon.Discard = true
+			return nil
+		}},
 	{"nodiscard", "", "do not (default for files)", func(s *mountSettings, _ string) error {
 		s.daemon.Discard = new(bool)
 		return nil
@@ -98,16 +98,16 @@ var mountOptionTable = []mountOption{
 	{"checkpoint", "SECONDS", "time between checkpoints (default 30)", func(s *mountSettings, v string) error {
 		return parsePositive(v, 86400, &s.daemon.CheckpointSeconds)
 	}},
-	{"timeout", "SECONDS", "how long the kernel may keep names and attributes (default 1)", func(s *mountSettings,
-		v string) error {
-		f, err := strconv.ParseFloat(v, 64)
-		if err != nil || !(f >= 0 && f <= 86400) {
-			return errors.New("seconds from 0 to 86400")
-		}
-		s.daemon.EntryTimeout = time.Duration(f * float64(time.Second))
-		s.daemon.AttrTimeout = s.daemon.EntryTimeout
-		return nil
-	}},
+	{"timeout", "SECONDS", "how long the kernel may keep names and attributes (default 1)",
+		func(s *mountSettings, v string) error {
+			f, err := strconv.ParseFloat(v, 64)
+			if err != nil || !(f >= 0 && f <= 86400) {
+				return errors.New("seconds from 0 to 86400")
+			}
+			s.daemon.EntryTimeout = time.Duration(f * float64(time.Second))
+			s.daemon.AttrTimeout = s.daemon.EntryTimeout
+			return nil
+		}},
 }
 
 // toleratedOptions are passed on by mount(8), libmount or systemd and mean nothing to a filesystem, or are true of this
@@ -117,6 +117,10 @@ var toleratedOptions = strings.Fields(`
 	sync async dirsync atime noatime diratime nodiratime relatime norelatime strictatime nostrictatime
 	lazytime nolazytime default_permissions nonempty silent loud iversion noiversion mand nomand fsname
 	subtype`)
+
+func isTolerated(name string) bool {
+	return strings.HasPrefix(strings.ToLower(name), "x-") || slices.Contains(toleratedOptions, name)
+}
 
 func mountOptionsHelp() string {
 	var b strings.Builder
@@ -143,13 +147,13 @@ func (s *mountSettings) parse(lists []string, sloppy bool) error {
 		name, value, hasValue := strings.Cut(word, "=")
 		o := known[name]
 		switch {
-		case word == "" || slices.Contains(toleratedOptions, name) || strings.HasPrefix(name, "x-") || strings.HasPrefix(name, "X-"):
+		case word == "" || isTolerated(name):
 		case o == nil && sloppy:
 		case o == nil:
 			problems = append(problems, fmt.Sprintf("unknown mount option %q", word))
 		case (o.value != "") != hasValue || hasValue && value == "":
-			problems = append(problems, fmt.Sprintf("mount option %q: write %s", word, strings.TrimSuffix(o.name+"="+o.value,
-				"=")))
+			form := strings.TrimSuffix(o.name+"="+o.value, "=")
+			problems = append(problems, fmt.Sprintf("mount option %q: write %s", word, form))
 		default:
 			if err := o.set(s, value); err != nil {
 				problems = append(problems, fmt.Sprintf("mount option %q: %v", word, err))

@@ -102,8 +102,7 @@ func (t *mountTarget) divideMemory() error {
 	t.half = len(t.dma) / 2 &^ (stripe.UnitBytes - 1)
 	if t.window = min(t.half/widest, gio.BatchMax/most); t.window < 1 {
 		return fmt.Errorf("one layer of one block takes %s and %s are there for it: raise --memory or --scale",
-			humanBytes(uint64(widest)),
-			humanBytes(uint64(t.half)))
+			humanBytes(uint64(widest)), humanBytes(uint64(t.half)))
 	}
 	return nil
 }

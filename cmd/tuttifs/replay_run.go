@@ -191,8 +191,7 @@ func (r *replay) print(out io.Writer) {
 	}
 	latency := func(name string, h *histogram) {
 		row(name, "p50 %v, p90 %v, p99 %v, max %v", round3(h.quantile(0.5)), round3(h.quantile(0.9)),
-			round3(h.quantile(0.99)),
-			round3(h.max))
+			round3(h.quantile(0.99)), round3(h.max))
 	}
 	latency("lookup", &r.lookup)
 	if moved {

@@ -64,8 +64,7 @@ func (d *statusDocument) print(e *env) {
 		t.Doomed, t.Bad, t.Aborted)
 	row("space", "%s of %s used", humanBytes(sp.UsedBytes), humanBytes(sp.TotalBytes))
 	row("commands", "%d reads of %s, %d writes of %s, %d failed, %d refused", io.Reads, humanBytes(io.BytesRead),
-		io.Writes,
-		humanBytes(io.BytesWritten), io.Errors, io.Refused)
+		io.Writes, humanBytes(io.BytesWritten), io.Errors, io.Refused)
 	row("drive errors", "%d reading, %d writing", d.ReadErrors, d.WriteErrors)
 	row("journal", "%s in use, %d transactions, %d checkpoints", humanBytes(d.JournalUsed), d.Transactions, d.Checkpoints)
 	w.Flush()

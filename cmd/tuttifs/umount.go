@@ -99,8 +99,8 @@ func waitDaemon(ctx context.Context, pidfd int) error {
 func busyError(dir string) error {
 	users := mountUsers(dir)
 	if len(users) == 0 {
-		return fmt.Errorf("%s is busy: another mount namespace or a nested mount holds it; 'tuttifs umount -l' detaches it",
-			dir)
+		return fmt.Errorf("%s is busy: another mount namespace or a nested mount holds it; 'tuttifs umount -l' "+
+			"detaches it", dir)
 	}
 	return fmt.Errorf("%s is busy: %s; close these or use 'tuttifs umount -l'", dir, strings.Join(users, ", "))
 }
