@@ -112,6 +112,9 @@ func (t *Transaction) Submit(done func(err error)) (*Ticket, error) {
 	return ticket, nil
 }
 
+// Err is why the volume accepts no more changes (ErrFailed with its cause, or ErrClosed), or nil.
+func (v *Volume) Err() error { return v.err() }
+
 // err is why nothing more is accepted, or nil.
 func (v *Volume) err() error {
 	if e := v.failure.Load(); e != nil {

@@ -441,6 +441,7 @@ func TestWriteErrors(t *testing.T) {
 	require.True(t, p.IsCommitted(1))
 	_, err = v.Begin().Submit(nil)
 	require.ErrorIs(t, err, extentmap.ErrFailed)
+	require.ErrorIs(t, v.Err(), broken)
 	require.ErrorIs(t, v.Close(), extentmap.ErrFailed)
 	set.FailWith(nil)
 	v = open(t, set.Drives(), extentmap.Options{})

@@ -34,7 +34,7 @@ const (
 	benchChain      = 64      // files of one prefix
 	benchBatch      = 4096    // files of one transaction, keys of one lookup
 	benchInFlight   = 4       // transactions
-	benchSlab       = 1 << 20 // keys drawn at a time
+	benchSlab       = 1 << 20 // keys drawn at a time, at most
 	benchLookupSlab = 16      // slabs looked up
 	// benchSpare is the space of each drive beyond slots and tables: labels, journal, catalog, rows that round up.
 	benchSpare = 256 << 20
@@ -344,13 +344,14 @@ func (b *benchMeta) lookups(ctx context.Context) error {
 	if pool == nil {
 		return errors.New("the pool is gone after the mount")
 	}
-	keys := make([]gpufile.Key, benchSlab)
+	slab := min(benchSlab, (int(b.files)+benchBatch-1)/benchBatch*benchBatch)
+	keys := make([]gpufile.Key, slab)
 	slots := make([]uint32, benchBatch)
 	bar := newProgress(b.e, "looking up", benchLookupSlab)
 	defer bar.finish()
 	var spent time.Duration
 	seed := uint64(1)
-	for slab := range benchLookupSlab {
+	for round := range benchLookupSlab {
 		for i := range keys {
 			seed = seed*6364136223846793005 + 1442695040888963407
 			keys[i] = benchKey(seed >> 32 * uint64(b.files) >> 32)
@@ -365,9 +366,9 @@ func (b *benchMeta) lookups(ctx context.Context) error {
 			}
 		}
 		spent += time.Since(start)
-		bar.set(uint64(slab+1), "")
+		bar.set(uint64(round+1), "")
 	}
-	b.result.LookupsPerSecond = float64(benchLookupSlab*benchSlab) / spent.Seconds()
+	b.result.LookupsPerSecond = float64(benchLookupSlab*slab) / spent.Seconds()
 	return nil
 }
 

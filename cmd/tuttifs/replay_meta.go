@@ -60,7 +60,6 @@ func openMetadataTarget(o *replayOptions, unique int) (t *metadataTarget, err er
 	if t.volume, err = extentmap.OpenDrives(t.drives, extentmap.Options{}); err != nil {
 		return t, err
 	}
-	t.drives = nil // the volume closes them now
 	if t.files, err = gpufile.Open(t.volume, gpufile.Options{Policy: o.policy, NoIO: true}); err != nil {
 		return t, err
 	}
