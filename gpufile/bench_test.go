@@ -54,106 +54,128 @@ func cpu(b *testing.B) func() {
 	return func() { b.ReportMetric(float64(now()-start)/float64(b.N), "cpu-ns/op") }
 }
 
+// benched is what the benchmarks run on.
+type benched struct {
+	w     *world
+	p     *Pool
+	g     *Group
+	m     *Member
+	files int
+}
+
 func BenchmarkPool(b *testing.B) {
 	w, p, files := benchPool(b)
-	g := w.s.GroupOfPool(p.ID())
-	m := w.member()
-	b.Run("lookup", func(b *testing.B) {
-		rng := rand.New(rand.NewPCG(1, 2))
-		keys, slots := make([]Key, 1<<16), make([]uint32, 1<<16)
-		for i := range keys {
-			keys[i] = traceKey(rng.Uint64N(uint64(files)))
+	x := &benched{w, p, w.s.GroupOfPool(p.ID()), w.member(), files}
+	b.Run("lookup", x.benchLookup)
+	b.Run("pin+release4096", x.benchPin)
+	b.Run("peek4096", x.benchPeek)
+	b.Run("list", x.benchList)
+	b.Run("authorize", x.benchAuthorize)
+	b.Run("store64", x.benchStore)
+	b.Run("load", x.benchLoad)
+}
+
+func (x *benched) benchLookup(b *testing.B) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	keys, slots := make([]Key, 1<<16), make([]uint32, 1<<16)
+	for i := range keys {
+		keys[i] = traceKey(rng.Uint64N(uint64(x.files)))
+	}
+	b.ResetTimer()
+	defer cpu(b)()
+	for i := 0; i < b.N; i += len(keys) {
+		x.p.Lookup(keys, slots)
+	}
+}
+
+func (x *benched) benchPin(b *testing.B) {
+	grants := make([]Grant, benchChain)
+	chains := make([][]Key, 64)
+	for i := range chains {
+		chains[i] = benchKeys(i * (x.files/benchChain - 1) / len(chains))
+	}
+	b.ReportAllocs()
+	defer cpu(b)()
+	for i := 0; b.Loop(); i++ {
+		n, err := x.m.Pin(x.g, 0, uint64(i), chains[i%len(chains)], grants)
+		if err != nil || n != benchChain {
+			b.Fatal(n, err)
 		}
-		b.ResetTimer()
-		defer cpu(b)()
-		for i := 0; i < b.N; i += len(keys) {
-			p.Lookup(keys, slots)
+		if err := x.m.Release(x.g, uint64(i)); err != nil {
+			b.Fatal(err)
 		}
-	})
-	b.Run("pin+release4096", func(b *testing.B) {
-		grants := make([]Grant, benchChain)
-		chains := make([][]Key, 64)
-		for i := range chains {
-			chains[i] = benchKeys(i * (files/benchChain - 1) / len(chains))
+	}
+}
+
+func (x *benched) benchPeek(b *testing.B) {
+	keys := benchKeys(x.files / benchChain / 2)
+	defer cpu(b)()
+	for b.Loop() {
+		if n, err := x.m.Peek(x.g, 0, keys); err != nil || n != benchChain {
+			b.Fatal(n, err)
 		}
-		b.ReportAllocs()
-		defer cpu(b)()
-		for i := 0; b.Loop(); i++ {
-			n, err := m.Pin(g, 0, uint64(i), chains[i%len(chains)], grants)
-			if err != nil || n != benchChain {
-				b.Fatal(n, err)
-			}
-			if err := m.Release(g, uint64(i)); err != nil {
-				b.Fatal(err)
-			}
+	}
+}
+
+func (x *benched) benchList(b *testing.B) {
+	out := make([]ListEntry, 1024)
+	cookie, shard := uint64(0), 0
+	defer cpu(b)()
+	for i := 0; i < b.N; {
+		n := x.p.List(byte(shard), cookie, out)
+		if n == 0 {
+			shard, cookie = (shard+1)%256, 0
+			continue
 		}
-	})
-	b.Run("peek4096", func(b *testing.B) {
-		keys := benchKeys(files / benchChain / 2)
-		defer cpu(b)()
-		for b.Loop() {
-			if n, err := m.Peek(g, 0, keys); err != nil || n != benchChain {
-				b.Fatal(n, err)
-			}
+		i += n
+		cookie = out[n-1].Cookie
+	}
+}
+
+func (x *benched) benchAuthorize(b *testing.B) {
+	grants := make([]Grant, benchChain)
+	_, err := x.m.Pin(x.g, 0, 1<<40, benchKeys(1), grants)
+	require.NoError(b, err)
+	type command struct {
+		drive uint16
+		unit  uint64
+	}
+	commands := make([]command, benchChain)
+	for i := range commands {
+		d, u, _, ok := x.p.m.Extent(grants[i].Slot, 0)
+		require.True(b, ok)
+		commands[i] = command{d, u}
+	}
+	rand.Shuffle(len(commands), func(i, j int) { commands[i], commands[j] = commands[j], commands[i] })
+	b.ReportAllocs()
+	defer cpu(b)()
+	for i := 0; b.Loop(); i++ {
+		c := commands[i%len(commands)]
+		a, ok := x.m.Authorize(false, c.drive, c.unit, 1)
+		if !ok {
+			b.Fatal("refused")
 		}
-	})
-	b.Run("list", func(b *testing.B) {
-		out := make([]ListEntry, 1024)
-		cookie, shard := uint64(0), 0
-		defer cpu(b)()
-		for i := 0; i < b.N; {
-			n := p.List(byte(shard), cookie, out)
-			if n == 0 {
-				shard, cookie = (shard+1)%256, 0
-				continue
-			}
-			i += n
-			cookie = out[n-1].Cookie
+		x.m.Complete(a, true)
+	}
+}
+
+func (x *benched) benchStore(b *testing.B) {
+	defer cpu(b)()
+	for i := 0; b.Loop(); i++ {
+		keys := chainKeys(uint64(1000+i), 64)
+		if err := store(b, x.m, x.g, 0, chainItems(keys)); err != nil {
+			b.Fatal(err)
 		}
-	})
-	b.Run("authorize", func(b *testing.B) {
-		grants := make([]Grant, benchChain)
-		_, err := m.Pin(g, 0, 1<<40, benchKeys(1), grants)
+	}
+}
+
+func (x *benched) benchLoad(b *testing.B) {
+	defer cpu(b)()
+	for b.Loop() {
+		q, err := newPool(x.w.s, x.p.m)
 		require.NoError(b, err)
-		type command struct {
-			drive uint16
-			unit  uint64
-		}
-		commands := make([]command, benchChain)
-		for i := range commands {
-			d, u, _, ok := p.m.Extent(grants[i].Slot, 0)
-			require.True(b, ok)
-			commands[i] = command{d, u}
-		}
-		rand.Shuffle(len(commands), func(i, j int) { commands[i], commands[j] = commands[j], commands[i] })
-		b.ReportAllocs()
-		defer cpu(b)()
-		for i := 0; b.Loop(); i++ {
-			c := commands[i%len(commands)]
-			a, ok := m.Authorize(false, c.drive, c.unit, 1)
-			if !ok {
-				b.Fatal("refused")
-			}
-			m.Complete(a, true)
-		}
-	})
-	b.Run("store64", func(b *testing.B) {
-		defer cpu(b)()
-		for i := 0; b.Loop(); i++ {
-			keys := chainKeys(uint64(1000+i), 64)
-			if err := store(b, m, g, 0, chainItems(keys)); err != nil {
-				b.Fatal(err)
-			}
-		}
-	})
-	b.Run("load", func(b *testing.B) {
-		defer cpu(b)()
-		for b.Loop() {
-			q, err := newPool(w.s, p.m)
-			require.NoError(b, err)
-			b.StopTimer()
-			q.close()
-			b.StartTimer()
-		}
-	})
+		b.StopTimer()
+		q.close()
+		b.StartTimer()
+	}
 }

@@ -17,11 +17,12 @@ func (ses *session) reservation(g *Group, reserve uint64) (*reservation, error) 
 	return r, nil
 }
 
-// Commit says that this member has written all objects of rank for every slot of the reservation. When the last of the
-// geometry's ranks has committed, the records are journaled (payload flush first) in one transaction for all pools of the
-// group. The ticket is that transaction's; earlier ranks' tickets complete with it. ErrIncomplete if an object of that rank
-// was not written: such a file is given up in all pools, with what hangs on it, and every rank's ticket says so; the others go
-// on, so the ticket comes with this error too. ErrAgain: the journal has no room now, commit again.
+// Commit says that this member has written all objects of rank for every slot of the reservation. When the last of
+// the geometry's ranks has committed, the records are journaled (payload flush first) in one transaction for all
+// pools of the group. The ticket is that transaction's; earlier ranks' tickets complete with it. ErrIncomplete if an
+// object of that rank was not written: such a file is given up in all pools, with what hangs on it, and every rank's
+// ticket says so; the others go on, so the ticket comes with this error too. ErrAgain: the journal has no room now,
+// commit again.
 func (m *Member) Commit(g *Group, reserve uint64, rank uint16) (*extentmap.Ticket, error) {
 	if err := checkBatch(g, 0, 0, 0); err != nil {
 		return nil, err
@@ -91,8 +92,8 @@ func wrote(f *resFile, objects []uint16) bool {
 	return true
 }
 
-// endWrites takes the right to write away from all slots. A slot with a command still in flight is not complete, whatever
-// the bitmap says: its file is given up.
+// endWrites takes the right to write away from all slots. A slot with a command still in flight is not complete,
+// whatever the bitmap says: its file is given up.
 func (r *reservation) endWrites() bool {
 	before := r.dropped
 	for i := range r.items {
@@ -194,7 +195,8 @@ func (r *reservation) record(i int, f *resFile, now int64) ondisk.Record {
 	}
 }
 
-// settle runs on the committer when the outcome of the transaction is known: the records are in the table, or will never be.
+// settle runs on the committer when the outcome of the transaction is known: the records are in the table, or will
+// never be.
 func (r *reservation) settle(err error) {
 	r.ses.mu.Lock()
 	defer r.ses.mu.Unlock()
@@ -217,8 +219,8 @@ func (r *reservation) settle(err error) {
 	r.conclude(err)
 }
 
-// touchParents counts a chain's continuation as a use of the file that it continues, unless a session pins that: then its
-// pin was the use, and the request's files keep their order. The pools' mutexes are held, and the parents'.
+// touchParents counts a chain's continuation as a use of the file that it continues, unless a session pins that: then
+// its pin was the use, and the request's files keep their order. The pools' mutexes are held, and the parents'.
 func (r *reservation) touchParents() {
 	for _, h := range r.held {
 		if n := &h.p.nodes.s[h.slot]; n.pins() == 1 && n.is(flagVisible) && !n.is(flagOrphan) {

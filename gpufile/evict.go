@@ -56,7 +56,8 @@ func (p *Pool) take(slot uint32) {
 	p.victims = append(p.victims, v)
 }
 
-// orphanVictim takes the leaf of the oldest orphan's chain that can go: what hangs on an orphan is out of reach with it.
+// orphanVictim takes the leaf of the oldest orphan's chain that can go: what hangs on an orphan is out of reach with
+// it.
 func (p *Pool) orphanVictim() (uint32, bool) {
 	for range min(p.orphans.n, orphanTries) {
 		top := p.orphans.oldest
@@ -78,9 +79,9 @@ func (p *Pool) orphanVictim() (uint32, bool) {
 	return none, false
 }
 
-// planTenant takes up to n more victims of one tenant, in the order of eviction, and returns how many. It walks past the
-// others' files without a change to the order; because that walk is long where others own most, it takes a little more than
-// asked when the tenant is large.
+// planTenant takes up to n more victims of one tenant, in the order of eviction, and returns how many. It walks past
+// the others' files without a change to the order; because that walk is long where others own most, it takes a little
+// more than asked when the tenant is large.
 func (p *Pool) planTenant(tenant uint32, n int) int {
 	t := p.tenant(tenant)
 	want := n + int(t.slots/256)
@@ -224,8 +225,8 @@ func (p *Pool) Unlink(key *Key) error {
 	return nil
 }
 
-// EvictPrefix evicts key and its ancestors up to the first one that another chain shares. It returns how many: none if other
-// chains go on from key itself. Pinned files of the chain are doomed.
+// EvictPrefix evicts key and its ancestors up to the first one that another chain shares. It returns how many: none
+// if other chains go on from key itself. Pinned files of the chain are doomed.
 func (p *Pool) EvictPrefix(key *Key) (int, error) {
 	if p.s.readOnly {
 		return 0, ErrReadOnly

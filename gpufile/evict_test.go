@@ -106,7 +106,7 @@ func TestGenerations(t *testing.T) {
 	require.Greater(t, most, 1, "slots were used again")
 }
 
-// TestFullVolume: without a cap the volume is the limit; it fills, evicts, and df tells the truth throughout.
+// TestFullVolume is invariants (d) and (l): without a cap the volume is the limit; it fills, evicts, and df tells the truth throughout.
 func TestFullVolume(t *testing.T) {
 	w := newWorld(t, 2, 4*mib, Options{NoIO: true})
 	empty := w.s.Space()
@@ -127,7 +127,8 @@ func TestFullVolume(t *testing.T) {
 	}
 	st := p.Stats()
 	require.NotZero(t, st.Evicted)
-	require.GreaterOrEqual(t, st.Files+uint64(ahead(int(st.SlotsUsed+st.SlotsFree)))+3, promised.FilesMax, "what was promised can be stored, but for what is kept ahead")
+	kept := uint64(ahead(int(st.SlotsUsed+st.SlotsFree))) + 3
+	require.GreaterOrEqual(t, st.Files+kept, promised.FilesMax, "what was promised can be stored, but for what is kept ahead")
 	checkPool(t, p)
 	_, err := m.Reserve(g, 0, 1<<50, chainItems(chainKeys(1000, int(promised.FilesMax)+1)), false,
 		make([]Grant, promised.FilesMax+1))
@@ -313,8 +314,8 @@ func TestOrderSurvivesMount(t *testing.T) {
 	}
 }
 
-// TestContinuedChainIsRecent: a chain that grows without being pinned again is as recent as its last block, and its first blocks
-// outlive it.
+// TestContinuedChainIsRecent: a chain that grows without being pinned again is as recent as its last block, and its
+// first blocks outlive it.
 func TestContinuedChainIsRecent(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
 	p := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 60 })
@@ -338,7 +339,8 @@ func TestContinuedChainIsRecent(t *testing.T) {
 	checkPool(t, p)
 }
 
-// TestNothingEvictable: inner files of chains whose leaves are pinned one by one are no victims, and are not looked for for ever.
+// TestNothingEvictable: inner files of chains whose leaves are pinned one by one are no victims, and are not looked
+// for for ever.
 func TestNothingEvictable(t *testing.T) {
 	for _, policy := range Policies {
 		w := newWorld(t, 2, 64*mib, Options{NoIO: true, Policy: policy})

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// Pools share the volume by whole rows. A pool that finds no room asks for a row; the worker empties the cheapest row of a pool
-// above its minimum, leaf first, and gives it back to the volume.
+// Pools share the volume by whole rows. A pool that finds no room asks for a row; the worker empties the cheapest row
+// of a pool above its minimum, leaf first, and gives it back to the volume.
 
 const (
 	giveTries = 4 // rows of one pool that are tried
@@ -33,8 +33,8 @@ func (p *Pool) mayGrow() bool {
 // wish is a pool that wants a row of another.
 type wish struct {
 	p *Pool
-	// need: it cannot store otherwise. If not, it evicts its own, and a row is due to it only from a pool whose oldest files
-	// have been idle for longer.
+	// need: it cannot store otherwise. If not, it evicts its own, and a row is due to it only from a pool whose
+	// oldest files have been idle for longer.
 	need bool
 }
 

@@ -6,8 +6,8 @@ import (
 	"tuttifs/extentmap"
 )
 
-// Group is what a verb acts on: one pool, or all pools of a family. Results are laid out [key][pool]. It never changes; a
-// family that gains a pool has a new one.
+// Group is what a verb acts on: one pool, or all pools of a family. Results are laid out [key][pool]. It never
+// changes; a family that gains a pool has a new one.
 type Group struct {
 	id       uint32
 	pools    []*Pool  // by ID
@@ -68,9 +68,9 @@ func (g *Group) ranks() int {
 	return n
 }
 
-// hit finds how many of keys hit together: the largest L so that every pool with the rule ALL has keys[:L], and every pool
-// with TRAILING n the last min(n, L) of them. slots is filled [pool][key] for keys[:L] as far as the rule asks; elsewhere it
-// is undefined. Another tenant's file is a miss.
+// hit finds how many of keys hit together: the largest L so that every pool with the rule ALL has keys[:L], and every
+// pool with TRAILING n the last min(n, L) of them. slots is filled [pool][key] for keys[:L] as far as the rule asks;
+// elsewhere it is undefined. Another tenant's file is a miss.
 func (g *Group) hit(tenant uint32, keys []Key, slots []uint32) int {
 	limit := len(keys)
 	for j, p := range g.pools {
@@ -98,8 +98,8 @@ func (g *Group) longest(limit, stride int, slots []uint32) int {
 	return 0
 }
 
-// trailingHit returns n if every TRAILING pool has what the rule asks of n keys, else the largest smaller n that the pool
-// found wanting leaves possible.
+// trailingHit returns n if every TRAILING pool has what the rule asks of n keys, else the largest smaller n that the
+// pool found wanting leaves possible.
 func (g *Group) trailingHit(n, stride int, slots []uint32) int {
 	for j, rule := range g.trailing {
 		if rule == 0 {

@@ -12,8 +12,8 @@ import (
 	"unicode/utf8"
 )
 
-// Identity is everything that decides whether two blocks of equal keys are interchangeable. Every field must be known: empty,
-// "auto" and "unknown" are refused. The data-parallel rank is not part of it.
+// Identity is everything that decides whether two blocks of equal keys are interchangeable. Every field must be
+// known: empty, "auto" and "unknown" are refused. The data-parallel rank is not part of it.
 type Identity struct {
 	Model        string `json:"model"`
 	Revision     string `json:"revision"`
@@ -114,8 +114,8 @@ func isZero(num any) bool {
 	return false
 }
 
-// Canonical is the identity as JSON with sorted names, no white space and no escapes beyond JSON's own needs: the text that
-// is hashed and stored.
+// Canonical is the identity as JSON with sorted names, no white space and no escapes beyond JSON's own needs: the
+// text that is hashed and stored.
 func (i *Identity) Canonical() []byte {
 	m := make(map[string]any)
 	for _, f := range i.fields() {
@@ -138,8 +138,8 @@ func (i *Identity) Canonical() []byte {
 // Digest is the SHA-256 of Canonical.
 func (i *Identity) Digest() [32]byte { return sha256.Sum256(i.Canonical()) }
 
-// ParseIdentity reads an identity in JSON that we did not write, in any order and spacing, but strictly: every field exactly
-// once under its exact name, no other, nothing behind; and it validates it.
+// ParseIdentity reads an identity in JSON that we did not write, in any order and spacing, but strictly: every field
+// exactly once under its exact name, no other, nothing behind; and it validates it.
 func ParseIdentity(b []byte) (Identity, error) {
 	var id Identity
 	if err := id.parse(b); err != nil {

@@ -102,8 +102,8 @@ func TestCanonicalIsStable(t *testing.T) {
 	id := testIdentity("full")
 	id.Model = "org/<model>&é"
 	require.Equal(t, `{"block_tokens":16,"cp":1,"dtype":"bf16","file_tokens":64,"group":"full","layout":"NHD",`+
-		`"model":"org/<model>&é","page_bytes":4096,"pp":1,"quantisation":"none","revision":"r1","scale_format":"none",`+
-		`"tp":1,"weights_epoch":0}`, string(id.Canonical()))
+		`"model":"org/<model>&é","page_bytes":4096,"pp":1,"quantisation":"none","revision":"r1",`+
+		`"scale_format":"none","tp":1,"weights_epoch":0}`, string(id.Canonical()))
 }
 
 func FuzzParseIdentity(f *testing.F) {

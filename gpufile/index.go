@@ -220,7 +220,8 @@ func (t *table) resize(size uint64) {
 	}
 }
 
-// place fills an unused table with sorted entries, skipping empty words. It reports false when the last run has no room.
+// place fills an unused table with sorted entries, skipping empty words. It reports false when the last run has no
+// room.
 func (t *table) place(sorted []uint64) bool {
 	fill(t.b)
 	next := uint64(0)

@@ -9,8 +9,8 @@ import (
 	"tuttifs/extentmap"
 )
 
-// TestListWhileChanging: files that are there throughout are listed exactly once, whatever else comes and goes, in tables that grow,
-// shrink and shift meanwhile.
+// TestListWhileChanging: files that are there throughout are listed exactly once, whatever else comes and goes, in
+// tables that grow, shrink and shift meanwhile.
 func TestListWhileChanging(t *testing.T) {
 	w := newWorld(t, 2, 128*mib, Options{NoIO: true})
 	p := w.pool("a", 1, nil)

@@ -7,15 +7,15 @@ import (
 	"tuttifs/extentmap"
 )
 
-// A lease is a session's hold on one slot: for reading, or for writing. Commands are checked against leases by many pollers at
-// once, so this is the one table here that is read without a mutex:
+// A lease is a session's hold on one slot: for reading, or for writing. Commands are checked against leases by many
+// pollers at once, so this is the one table here that is read without a mutex:
 //
-//   - A lease's word holds its rights and the number of its commands in flight. A command enters by compare-and-swap, so
-//     that none enters after its right was taken away, and leaves by subtraction.
-//   - Leases lie in chunks that are never moved or freed while their session lives, and are used again only when no command
-//     is in flight. A reader that found a lease by an outdated table enters, then looks at the key again.
-//   - A lease that ends with commands in flight keeps its hold on the slot (quarantine). Whoever brings the count to zero
-//     claims the rest of its end, exactly once, and does it under the session's mutex.
+//   - A lease's word holds its rights and the number of its commands in flight. A command enters by compare-and-swap,
+//     so that none enters after its right was taken away, and leaves by subtraction.
+//   - Leases lie in chunks that are never moved or freed while their session lives, and are used again only when no
+//     command is in flight. A reader that found a lease by an outdated table enters, then looks at the key again.
+//   - A lease that ends with commands in flight keeps its hold on the slot (quarantine). Whoever brings the count to
+//     zero claims the rest of its end, exactly once, and does it under the session's mutex.
 //
 // All changes but those of commands are made under the session's mutex.
 
@@ -71,7 +71,8 @@ func newLeaseMap(size int, chunks []*leaseChunk) *leaseMap {
 
 func (m *leaseMap) home(key uint64) int { return int(key * 0x9e3779b97f4a7c15 >> m.shift) }
 
-// find returns the lease of a key, and its place in slots. Without the session's mutex it may be of another key a moment later.
+// find returns the lease of a key, and its place in slots. Without the session's mutex it may be of another key a
+// moment later.
 func (m *leaseMap) find(key uint64) (*lease, int) {
 	for i := m.home(key); ; i++ {
 		i &= len(m.slots) - 1
@@ -218,8 +219,8 @@ func (l *lease) revive(right uint64) {
 	}
 }
 
-// hold adds one request's pin of a slot to the session's lease; the pool's mutex is held for writing. The pool counts one
-// pin for each lease.
+// hold adds one request's pin of a slot to the session's lease; the pool's mutex is held for writing. The pool counts
+// one pin for each lease.
 func (ses *session) hold(p *Pool, slot uint32) *lease {
 	key := leaseKey(p.m.ID(), slot)
 	l := ses.leases.get(key)
@@ -255,7 +256,8 @@ func (ses *session) finish(l *lease) {
 	p.flushFrees()
 }
 
-// unlease gives a lease's slot back: a pin, or a reserved slot that was not committed. The pool's mutex is held for writing.
+// unlease gives a lease's slot back: a pin, or a reserved slot that was not committed. The pool's mutex is held for
+// writing.
 func (ses *session) unlease(l *lease) {
 	p, slot := l.pool, uint32(l.key.Load())
 	r := l.r
@@ -271,7 +273,8 @@ func (ses *session) unlease(l *lease) {
 	p.m.Unalloc(slot)
 }
 
-// Access is one authorised command in flight; Complete must be called exactly once. Its fields fit those of the controller's.
+// Access is one authorised command in flight; Complete must be called exactly once. Its fields fit those of the
+// controller's.
 type Access struct {
 	Slot  uint32
 	Index uint32 // what the command covers: accessWrite and so on
@@ -287,8 +290,8 @@ const (
 	accessObject     = 16
 )
 
-// Authorize checks a command of this session against its leases: a pinned slot may only be read, a reserved one only written,
-// and the range must lie in one object. Lock-free, no allocation.
+// Authorize checks a command of this session against its leases: a pinned slot may only be read, a reserved one only
+// written, and the range must lie in one object. Lock-free, no allocation.
 func (m *Member) Authorize(write bool, driveIndex uint16, unit uint64, units uint32) (a Access, ok bool) {
 	mp, slot, object, within, ok := m.ses.s.v.Resolve(driveIndex, unit)
 	if !ok || units == 0 || m.closed.Load() {

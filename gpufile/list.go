@@ -16,8 +16,8 @@ const (
 	tipsStage = 1 << 16
 )
 
-// List streams the files whose key starts with the byte shard, in a stable order, after cookie (0 = from the start). Files
-// present throughout are listed exactly once, whatever comes and goes meanwhile. No allocation.
+// List streams the files whose key starts with the byte shard, in a stable order, after cookie (0 = from the start).
+// Files present throughout are listed exactly once, whatever comes and goes meanwhile. No allocation.
 func (p *Pool) List(shard byte, cookie uint64, out []ListEntry) int {
 	p.mu.RLock()
 	defer p.mu.RUnlock()
@@ -39,9 +39,9 @@ func (p *Pool) List(shard byte, cookie uint64, out []ListEntry) int {
 
 func (p *Pool) listEntry(slot uint32, cookie uint64) ListEntry {
 	r := p.m.Record(slot)
-	lastHit, _ := p.m.HitInfo(slot)
 	return ListEntry{
-		Key: r.Key, Slot: slot, Generation: r.Generation, CommitTime: r.CommitTime, LastHit: int64(lastHit), Cookie: cookie,
+		Key: r.Key, Slot: slot, Generation: r.Generation,
+		CommitTime: r.CommitTime, LastHit: int64(r.LastHit), Cookie: cookie,
 	}
 }
 

@@ -9,8 +9,8 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-// load makes index, chains and policy from the committed records. Passes are linear, and in parallel where they only write
-// to places of their own.
+// load makes index, chains and policy from the committed records. Passes are linear, and in parallel where they only
+// write to places of their own.
 func (p *Pool) load() error {
 	slots := p.m.Slots()
 	if slots == 0 {
@@ -150,8 +150,8 @@ func (p *Pool) loadChains(order []uint64) {
 	p.loadPolicy(order, parents, ages)
 }
 
-// findParents looks the parents of slots up: the parent's slot in the lower half, all ones for none; the upper half is not
-// zero for a file that should have one. It also fills ages, and counts tenants' slots.
+// findParents looks the parents of slots up: the parent's slot in the lower half, all ones for none; the upper half
+// is not zero for a file that should have one. It also fills ages, and counts tenants' slots.
 func (p *Pool) findParents(slots, parents, ages []uint64) {
 	var keys [lookupStage]Key
 	var found [lookupStage]uint32

@@ -1,8 +1,8 @@
 package gpufile
 
-// lru evicts the least recently used leaf. A committed child goes right behind its parent, so that a request's blocks lie
-// in the order root, ..., leaf whether they were hit or stored; then the oldest file is a leaf as a rule, and a parent that
-// has lost its children is where its own last use put it.
+// lru evicts the least recently used leaf. A committed child goes right behind its parent, so that a request's blocks
+// lie in the order root, ..., leaf whether they were hit or stored; then the oldest file is a leaf as a rule, and a
+// parent that has lost its children is where its own last use put it.
 type lru struct{ q list }
 
 func newLRU(a *nodes) *lru { return &lru{q: newList(a)} }
@@ -23,8 +23,8 @@ func (p *lru) evicted(uint32)      {}
 func (p *lru) len() int            { return p.q.n }
 func (p *lru) close()              {}
 
-// victim passes over files that cannot go. A pinned one becomes the most recent, which it is. An inner one goes right ahead of
-// a child: that child was stored or hit without it, and it is to follow the child out.
+// victim passes over files that cannot go. A pinned one becomes the most recent, which it is. An inner one goes right
+// ahead of a child: that child was stored or hit without it, and it is to follow the child out.
 func (p *lru) victim(evictable func(uint32) bool) (uint32, bool) {
 	for range 2 * p.q.n {
 		s := p.q.oldest

@@ -1,7 +1,8 @@
 package gpufile
 
-// s3fifo is S3-FIFO (Yang et al., SOSP '23): a small queue that new files pass on probation, a main queue for those that
-// were hit there, and a memory of keys that failed the probation: who comes back soon goes to the main queue at once.
+// s3fifo is S3-FIFO (Yang et al., SOSP '23): a small queue that new files pass on probation, a main queue for those
+// that were hit there, and a memory of keys that failed the probation: who comes back soon goes to the main queue at
+// once.
 type s3fifo struct {
 	small, main list // flagSecond: in main
 	ghost       ghost
@@ -138,9 +139,9 @@ func (p *s3fifo) each(f func(uint32) bool) {
 	}
 }
 
-// ghost remembers hashes of the last files that were evicted, about as many as there are files. An entry is the upper half of
-// the hash and the time of its eviction, counted in evictions; what is older than the memory's length is forgotten, and two
-// hashes that meet in one place overwrite each other: it is a hint.
+// ghost remembers hashes of the last files that were evicted, about as many as there are files. An entry is the upper
+// half of the hash and the time of its eviction, counted in evictions; what is older than the memory's length is
+// forgotten, and two hashes that meet in one place overwrite each other: it is a hint.
 type ghost struct {
 	b     []uint64
 	raw   []byte

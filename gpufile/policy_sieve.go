@@ -1,10 +1,11 @@
 package gpufile
 
-// sieve is SIEVE (Zhang et al., NSDI '24): a queue in order of arrival, one visited bit, and a hand that moves from the
-// oldest to the newest, sparing the visited once. A scan never displaces what was hit: its files are unvisited and new.
+// sieve is SIEVE (Zhang et al., NSDI '24): a queue in order of arrival, one visited bit, and a hand that moves from
+// the oldest to the newest, sparing the visited once. A scan never displaces what was hit: its files are unvisited
+// and new.
 //
-// The hand passes an inner node before it reaches its children, so a parent that loses its last child is tried before the
-// hand goes on; otherwise it would stay for a whole round.
+// The hand passes an inner node before it reaches its children, so a parent that loses its last child is tried before
+// the hand goes on; otherwise it would stay for a whole round.
 type sieve struct {
 	q     list
 	hand  uint32

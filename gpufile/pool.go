@@ -11,8 +11,8 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-// Pool is one pool. Its mutex guards everything below it; verbs of a family take the mutexes of all its pools, in the order of
-// their IDs.
+// Pool is one pool. Its mutex guards everything below it; verbs of a family take the mutexes of all its pools, in the
+// order of their IDs.
 type Pool struct {
 	s        *Store
 	m        *extentmap.Pool
@@ -223,7 +223,8 @@ func (p *Pool) Find(key *Key) (slot uint32, generation uint64, ok bool) {
 	return slot, p.m.Record(slot).Generation, true
 }
 
-// Lookup fills slots (NoSlot for misses) for a batch and returns the number found. No side effects: bench meta's inner loop.
+// Lookup fills slots (NoSlot for misses) for a batch and returns the number found. No side effects: bench meta's
+// inner loop.
 func (p *Pool) Lookup(keys []Key, slots []uint32) int {
 	p.mu.RLock()
 	defer p.mu.RUnlock()
@@ -254,7 +255,8 @@ type FileInfo struct {
 	LastHit     int64 // Unix s, 0 for never
 }
 
-// Stat describes a slot if it still holds the file of that generation (only the low genBits bits of it are compared; 64 for all).
+// Stat describes a slot if it still holds the file of that generation (only the low genBits bits of it are compared;
+// 64 for all).
 func (p *Pool) Stat(slot uint32, generation uint64, genBits int) (FileInfo, bool) {
 	p.mu.RLock()
 	defer p.mu.RUnlock()
@@ -278,12 +280,11 @@ func (p *Pool) holds(slot uint32, generation uint64, genBits int) bool {
 
 func (p *Pool) info(slot uint32) FileInfo {
 	r := p.m.Record(slot)
-	lastHit, hits := p.m.HitInfo(slot)
 	n := &p.nodes.s[slot]
 	return FileInfo{
 		Key: r.Key, Parent: r.Parent, Slot: slot, Tenant: r.Tenant, Owner: r.Owner, Tokens: r.Tokens,
-		Position: r.Position, Children: p.children(slot), Pins: n.pins(), Hits: hits, Generation: r.Generation,
-		Nonce: r.Nonce, CommitTime: r.CommitTime, LastHit: int64(lastHit),
+		Position: r.Position, Children: p.children(slot), Pins: n.pins(), Hits: r.Hits, Generation: r.Generation,
+		Nonce: r.Nonce, CommitTime: r.CommitTime, LastHit: int64(r.LastHit),
 	}
 }
 

@@ -326,6 +326,7 @@ func checkTable(t testing.TB, tab *table) {
 	require.Equal(t, tab.count, n)
 }
 
+// TestLifeOfOneChain is invariants (a), commit before visible, and (j), deletion at any time.
 func TestLifeOfOneChain(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
 	p := w.pool("a", 2, nil)

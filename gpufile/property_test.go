@@ -28,7 +28,8 @@ type model struct {
 	chains  [][]Key
 }
 
-// TestHistories plays random operations against the model, checks all invariants after each, and mounts again in between.
+// TestHistories plays random operations against the model, checks all invariants after each, and mounts again in
+// between.
 func TestHistories(t *testing.T) {
 	for _, policy := range Policies {
 		for seed := range *propertySeeds {
@@ -216,8 +217,8 @@ func (x *model) commit(t *testing.T, id uint64, items []ReserveItem) {
 	}
 }
 
-// check compares pool and model: what is visible was committed and not unlinked, what is pinned is still there unless it
-// was unlinked, and everything about a file is as it was given.
+// check compares pool and model: what is visible was committed and not unlinked, what is pinned is still there unless
+// it was unlinked, and everything about a file is as it was given.
 func (x *model) check(t *testing.T) {
 	t.Helper()
 	checkPool(t, x.p)

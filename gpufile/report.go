@@ -24,8 +24,9 @@ func (s *Store) SetVerifier(verify func(p *Pool, slot uint32, seed checksum.Seed
 	s.verify.Store(&verify)
 }
 
-// ReportBad: a reader found damage. The store's worker rereads the file outside all locks, and evicts it if the damage is
-// there; the ticket is done when that is durable, or when the file proved intact. Only one reader's word never evicts.
+// ReportBad: a reader found damage. The store's worker rereads the file outside all locks, and evicts it if the
+// damage is there; the ticket is done when that is durable, or when the file proved intact. Only one reader's word
+// never evicts.
 func (m *Member) ReportBad(p *Pool, slot uint32, generation uint64) (*extentmap.Ticket, error) {
 	if err := m.lock(); err != nil {
 		return nil, err

@@ -25,8 +25,8 @@ const (
 	reserveDone                    // kept for repeated commits until its deadline
 )
 
-// reservation is slots being written. The session's mutex guards it; pools refer to it from their pending keys, for which its
-// keys, tenant and session do not change.
+// reservation is slots being written. The session's mutex guards it; pools refer to it from their pending keys, for
+// which its keys, tenant and session do not change.
 type reservation struct {
 	ses     *session
 	k       requestKey
@@ -68,9 +68,9 @@ func (r *reservation) has(m *Member) bool           { return slices.Contains(r.m
 // putBytes bounds what a file takes in a transaction.
 const putBytes = 160
 
-// Reserve leases slots for writing: all or nothing (ErrNoSpace, ErrAgain, ErrQuota) unless partial, which grants a leading run.
-// Other ranks join by the same reserve id and get the same slots. Evicts as needed, leaf first, pinned never. Parents come
-// before their children among the items.
+// Reserve leases slots for writing: all or nothing (ErrNoSpace, ErrAgain, ErrQuota) unless partial, which grants a
+// leading run. Other ranks join by the same reserve id and get the same slots. Evicts as needed, leaf first, pinned
+// never. Parents come before their children among the items.
 func (m *Member) Reserve(
 	g *Group, tenant uint32, reserve uint64, items []ReserveItem, partial bool, grants []Grant,
 ) (n int, err error) {
@@ -157,8 +157,8 @@ func (r *reservation) validate() error {
 	return nil
 }
 
-// secure makes the reservation of all items, or of a leading run; the pools' mutexes are held. After an error but ErrAgain,
-// nothing has changed.
+// secure makes the reservation of all items, or of a leading run; the pools' mutexes are held. After an error but
+// ErrAgain, nothing has changed.
 func (r *reservation) secure(partial bool) (int, error) {
 	if err := r.classify(); err != nil {
 		return 0, err
@@ -243,7 +243,7 @@ func (r *reservation) classify() error {
 }
 
 func foreign(item int) error {
-	return fmt.Errorf("%w: item %d: another tenant holds this key: keys must be seeded by their tenant", ErrInvalid, item)
+	return fmt.Errorf("%w: item %d: another tenant holds this key; keys must be seeded by tenant", ErrInvalid, item)
 }
 
 // position is an item's place in its chain, by its parent where that is known in any pool.
@@ -266,8 +266,8 @@ func (r *reservation) position(i int) uint32 {
 	return max(it.Position, 1)
 }
 
-// protect pins what the reservation's own evictions must spare: parents that are there, kept until the outcome, and files
-// that exist already, which it returns.
+// protect pins what the reservation's own evictions must spare: parents that are there, kept until the outcome, and
+// files that exist already, which it returns.
 func (r *reservation) protect() []heldSlot {
 	var exist []heldSlot
 	for i := range r.items {

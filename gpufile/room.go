@@ -62,8 +62,8 @@ func (p *Pool) room() room {
 // ahead is how many free slots are kept ready.
 func ahead(slots int) int { return min(slots/aheadShare, aheadMax) }
 
-// planRoom plans evictions until need slots more may live and will be free, growing before evicting. It returns how many
-// slots are too many when everything else is pinned or reserved.
+// planRoom plans evictions until need slots more may live and will be free, growing before evicting. It returns how
+// many slots are too many when everything else is pinned or reserved.
 func (p *Pool) planRoom(need int) (cut int, err error) {
 	if need == 0 {
 		return 0, nil
@@ -120,8 +120,8 @@ func (p *Pool) grow(slots int) int {
 	return coming
 }
 
-// freeAhead keeps a few slots free in physical space, so that a reservation seldom waits for frees to be durable: by a row
-// where one is left, else by evicting a little ahead.
+// freeAhead keeps a few slots free in physical space, so that a reservation seldom waits for frees to be durable: by
+// a row where one is left, else by evicting a little ahead.
 func (p *Pool) freeAhead() {
 	r := p.room()
 	low := ahead(r.total)

@@ -45,9 +45,9 @@ type requestKey struct {
 	id    uint64
 }
 
-// Member is one process in a session; its Close (or death) frees what it held: its pins, and every uncommitted reservation
-// of the session in which it took part. When the last member leaves, the session ends. A slot with a command in flight is
-// freed only when the command has completed.
+// Member is one process in a session; its Close (or death) frees what it held: its pins, and every uncommitted
+// reservation of the session in which it took part. When the last member leaves, the session ends. A slot with a
+// command in flight is freed only when the command has completed.
 type Member struct {
 	ses    *session
 	closed atomic.Bool

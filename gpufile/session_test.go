@@ -11,7 +11,8 @@ import (
 	"tuttifs/extentmap"
 )
 
-// writeAll writes all objects of a rank of a reserved slot, as a controller would, and leaves out one of them if skip is one.
+// writeAll writes all objects of a rank of a reserved slot, as a controller would, and leaves out one of them if skip
+// is one.
 func writeAll(t testing.TB, m *Member, p *Pool, slot uint32, rank, skip int) {
 	t.Helper()
 	for i, o := range p.rankObjects[rank] {
@@ -50,7 +51,10 @@ func TestAuthorize(t *testing.T) {
 		drive uint16
 		unit  uint64
 		units uint32
-	}{{d, unit, 0}, {d, unit, units + 1}, {d, unit, ^uint32(0)}, {d, 0, 1}, {d, 1 << 40, 1}, {63, unit, units}, {64, unit, units}, {999, unit, units}} {
+	}{
+		{d, unit, 0}, {d, unit, units + 1}, {d, unit, ^uint32(0)}, {d, 0, 1}, {d, 1 << 40, 1},
+		{63, unit, units}, {64, unit, units}, {999, unit, units},
+	} {
 		_, ok = m.Authorize(true, bad.drive, bad.unit, bad.units)
 		require.False(t, ok, "%+v", bad)
 	}
@@ -198,7 +202,8 @@ func TestWriteInFlightAtCommit(t *testing.T) {
 	checkPool(t, p)
 }
 
-// TestDeath is invariant (i): a member's end frees its pins and the reservations it took part in, after commands in flight.
+// TestDeath is invariant (i): a member's end frees its pins and the reservations it took part in, after commands in
+// flight.
 func TestDeath(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
 	p := w.pool("a", 2, nil)
@@ -506,8 +511,8 @@ func raceEngine(t *testing.T, w *world, p *Pool, g *Group, e uint64, rounds int)
 	}
 }
 
-// TestLeasesWhilePolling: pollers check commands while pins come and go. A command is let in only while its slot is pinned, and
-// the slot stays pinned until it is out.
+// TestLeasesWhilePolling: pollers check commands while pins come and go. A command is let in only while its slot is
+// pinned, and the slot stays pinned until it is out.
 func TestLeasesWhilePolling(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
 	p := w.pool("a", 1, nil)

@@ -36,13 +36,13 @@ func (p *Pool) Stats() Stats {
 	return st
 }
 
-// Space is the truth behind df: Total is all that files could occupy, Used is committed and reserved slots, Free the rest,
-// Available what a store could use without evicting.
+// Space is the truth behind df: Total is all that files could occupy, Used is committed and reserved slots, Free the
+// rest, Available what a store could use without evicting.
 type Space struct{ TotalBytes, UsedBytes, FreeBytes, AvailableBytes, Files, FilesMax uint64 }
 
-// Space adds up what is stored and what still could be: free slots, and whole rows from unassigned space with their record
-// tables, given to the pools that waste least of it first. Used + Free == Total. Before there is a pool, it is the volume's
-// unassigned space.
+// Space adds up what is stored and what still could be: free slots, and whole rows from unassigned space with their
+// record tables, given to the pools that waste least of it first. Used + Free == Total. Before there is a pool, it is
+// the volume's unassigned space.
 func (s *Store) Space() Space {
 	var sp Space
 	left := s.v.Info().FreeBytes

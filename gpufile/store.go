@@ -129,7 +129,8 @@ func (s *Store) attach(m *extentmap.Pool) error {
 	return nil
 }
 
-// Close aborts all reservations, ends all sessions and detaches; the volume stays open. What is with the journal is waited for.
+// Close aborts all reservations, ends all sessions and detaches; the volume stays open. What is with the journal is
+// waited for.
 func (s *Store) Close() {
 	s.mu.Lock()
 	if s.closed {
@@ -230,7 +231,8 @@ func (s *Store) pool(id extentmap.PoolID) *Pool {
 	return nil
 }
 
-// OpenPool opens or creates. Spec's Identity and IdentityDigest are filled from id, and its TokensPerFile if it is zero.
+// OpenPool opens or creates. Spec's Identity and IdentityDigest are filled from id, and its TokensPerFile if it is
+// zero.
 func (s *Store) OpenPool(id Identity, spec extentmap.PoolSpec) (*Pool, *extentmap.Ticket, error) {
 	if err := id.Validate(); err != nil {
 		return nil, nil, err
