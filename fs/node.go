@@ -14,13 +14,13 @@ import (
 // nodeID is computed, never handed out, so that a million entries cost nothing to know:
 //
 //	bits 61..63  kind
-//	bits 52..60  pool: its number in this mount
-//	bits 32..51  the low 20 bits of the file's generation
+//	bits 51..60  pool: its number in this mount
+//	bits 32..50  the low 19 bits of the file's generation
 //	bits  0..31  slot, or which of the fixed nodes
 //
 // A node id whose generation bits differ from those of the slot's present file is stale (ESTALE), never that other
 // file. Generations count up over the whole volume, so to be mistaken for its successor a node id would have to be kept
-// while exactly a multiple of 1,048,576 files are stored; the kernel asks again by name after the entry timeout, and an
+// while exactly a multiple of 524,288 files are stored; the kernel asks again by name after the entry timeout, and an
 // open file holds its slot.
 type nodeID uint64
 
@@ -35,9 +35,9 @@ const (
 )
 
 const (
-	genBits  = 20
+	genBits  = 19
 	genMask  = 1<<genBits - 1
-	poolsMax = 1 << 9
+	poolsMax = 1 << 10
 
 	nodeRoot   = nodeID(fuse.FUSE_ROOT_ID)
 	nodeStatus = nodeID(2)       // /.tuttifs
@@ -53,11 +53,11 @@ const (
 )
 
 func makeNode(kind nodeKind, pool int, generation uint64, slot uint32) nodeID {
-	return nodeID(kind)<<61 | nodeID(pool)<<52 | nodeID(generation&genMask)<<32 | nodeID(slot)
+	return nodeID(kind)<<61 | nodeID(pool)<<51 | nodeID(generation&genMask)<<32 | nodeID(slot)
 }
 
 func (n nodeID) kind() nodeKind     { return nodeKind(n >> 61) }
-func (n nodeID) pool() int          { return int(n >> 52 & (poolsMax - 1)) }
+func (n nodeID) pool() int          { return int(n >> 51 & (poolsMax - 1)) }
 func (n nodeID) generation() uint64 { return uint64(n >> 32 & genMask) }
 func (n nodeID) slot() uint32       { return uint32(n) }
 

@@ -185,8 +185,8 @@ func TestStaleNode(t *testing.T) {
 	_, st := tr.GetXAttr(nil, &h, "user.tuttifs.key", make([]byte, 100))
 	require.Equal(t, eSTALE, st)
 	// Node ids that nobody gave out.
-	for _, n := range []nodeID{nodeText + 99, nodeUpload + 99, makeNode(kindPool, 500, 0, 0),
-		makeNode(kindBlock, 500, 0, 0),
+	for _, n := range []nodeID{nodeText + 99, nodeUpload + 99, makeNode(kindPool, 1000, 0, 0),
+		makeNode(kindBlock, 1000, 0, 0),
 		makeNode(kindPool, 0, 0, 99), makeNode(kindBlock, 0, 0, 1<<31), makeNode(7, 0, 0, 0)} {
 		h := header(n)
 		require.Equal(t, eSTALE, tr.GetAttr(nil, &fuse.GetAttrIn{InHeader: h}, &fuse.AttrOut{}), "%x", n)
