@@ -202,6 +202,9 @@ func (o *mountOptions) logger(w io.Writer) (*slog.Logger, func(), error) {
 			return nil, nil, err
 		}
 		w, closer = f, f
+		if err := debug.SetCrashOutput(f, debug.CrashOptions{}); err != nil {
+			return nil, nil, err
+		}
 	case w == nil:
 		s, err := syslog.New(syslog.LOG_DAEMON|syslog.LOG_INFO, "tuttifs")
 		if err != nil { // no syslog here, as in most containers: --log is for those
