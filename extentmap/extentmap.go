@@ -15,7 +15,7 @@
 //
 // # Locks
 //
-// In this order; none is held across I/O, but for checkpointMu:
+// In this order; once the volume is mounted none is held across I/O, but for checkpointMu:
 //
 //	Volume.checkpointMu  one checkpoint at a time
 //	Volume.applyMu       the record tables in memory, dirty bits, what the journal's head is

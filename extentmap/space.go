@@ -300,6 +300,22 @@ func (v *Volume) freeSegments() uint64 {
 	return n
 }
 
+// segmentsInRuns counts the free segments that lie in whole aligned runs of 2^k. Volume.mu.
+func (v *Volume) segmentsInRuns(k uint8) uint64 {
+	if k == 0 {
+		return v.freeSegments()
+	}
+	runs := uint64(0)
+	for _, m := range v.members {
+		for s := uint32(0); s+1<<k <= m.region.Segments; s += 1 << k {
+			if m.runFree(s, 1<<k) {
+				runs++
+			}
+		}
+	}
+	return runs << k
+}
+
 // takeRow assigns W entries and two record tables to a row that is not yet anywhere else. Volume.mu.
 func (v *Volume) takeRow(p *Pool, r *row) error {
 	n := uint32(1) << p.shift

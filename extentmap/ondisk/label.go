@@ -77,6 +77,12 @@ type Label struct {
 	Members      [MaxDrives]Member
 }
 
+// Segments are 256 KiB to 1 GiB.
+const (
+	minSegmentUnits = 64
+	maxSegmentUnits = 1 << 18
+)
+
 const (
 	labelNameOff   = 232
 	labelMemberOff = 512
@@ -234,7 +240,7 @@ func (l *Label) validate() error {
 		return fieldError("label: LBA shift %d", l.LBAShift)
 	case l.Width == 0 || l.Width > MaxWidth:
 		return fieldError("label: width %d", l.Width)
-	case su == 0 || su&(su-1) != 0:
+	case su < minSegmentUnits || su > maxSegmentUnits || su&(su-1) != 0:
 		return fieldError("label: segment of %d units", su)
 	case r.SuperblockUnit != 1 || r.JournalUnit != 3:
 		return fieldError("label: superblock at %d, journal at %d", r.SuperblockUnit, r.JournalUnit)

@@ -235,6 +235,8 @@ func TestLabelFields(t *testing.T) {
 		func(l *Label) { l.Members[1].State = 7 },
 		func(l *Label) { l.Region.SegmentUnits = 65 },
 		func(l *Label) { l.Region.SegmentUnits = 0 },
+		func(l *Label) { l.Region.SegmentUnits = 32 },
+		func(l *Label) { l.Region.SegmentUnits = 1 << 19 },
 		func(l *Label) { l.Region.Segments = 249 },
 		func(l *Label) { l.Region.Segments = 0 },
 		func(l *Label) { l.Region.SegmentUnit = 384 },
