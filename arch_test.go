@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 )
@@ -119,11 +120,17 @@ func TestImportEdgesAreSeen(t *testing.T) {
 	require.Empty(t, edges("fs/x.go", []byte("package fs\nimport \"tuttifs/gpufile\"\n")))
 }
 
+// columnsMax is the longest line, a tab counted once.
+const columnsMax = 120
+
 // Only the command exits the process; everything is finished; the project depends on no machine.
-func TestForbiddenWords(t *testing.T) {
+func TestHouseStyle(t *testing.T) {
 	unfinished := []string{"TO" + "DO", "FIX" + "ME", `panic("st` + `ub")`}
 	sources(t, func(path string, text []byte) {
 		for i, line := range bytes.Split(text, []byte("\n")) {
+			if n := utf8.RuneCount(line); n > columnsMax {
+				t.Errorf("%s:%d: %d columns", path, i+1, n)
+			}
 			for _, word := range unfinished {
 				if bytes.Contains(line, []byte(word)) {
 					t.Errorf("%s:%d: unfinished: %s", path, i+1, word)

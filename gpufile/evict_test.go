@@ -106,7 +106,8 @@ func TestGenerations(t *testing.T) {
 	require.Greater(t, most, 1, "slots were used again")
 }
 
-// TestFullVolume is invariants (d) and (l): without a cap the volume is the limit; it fills, evicts, and df tells the truth throughout.
+// TestFullVolume is invariants (d) and (l): without a cap the volume is the limit; it fills, evicts, and df tells the
+// truth throughout.
 func TestFullVolume(t *testing.T) {
 	w := newWorld(t, 2, 4*mib, Options{NoIO: true})
 	empty := w.s.Space()
@@ -128,7 +129,8 @@ func TestFullVolume(t *testing.T) {
 	st := p.Stats()
 	require.NotZero(t, st.Evicted)
 	kept := uint64(ahead(int(st.SlotsUsed+st.SlotsFree))) + 3
-	require.GreaterOrEqual(t, st.Files+kept, promised.FilesMax, "what was promised can be stored, but for what is kept ahead")
+	require.GreaterOrEqual(t, st.Files+kept, promised.FilesMax,
+		"what was promised can be stored, but for what is kept ahead")
 	checkPool(t, p)
 	_, err := m.Reserve(g, 0, 1<<50, chainItems(chainKeys(1000, int(promised.FilesMax)+1)), false,
 		make([]Grant, promised.FilesMax+1))

@@ -14,7 +14,8 @@ func TestBenchMeta(t *testing.T) {
 	dir := t.TempDir()
 	var out, messages bytes.Buffer
 	e := &env{stdout: &out, stderr: &messages}
-	code := runMain(context.Background(), e, []string{"tuttifs", "bench", "meta", "--files", "20000", "--dir", dir, "--json"})
+	argv := []string{"tuttifs", "bench", "meta", "--files", "20000", "--dir", dir, "--json"}
+	code := runMain(context.Background(), e, argv)
 	require.Zero(t, code, messages.String())
 	var got map[string]any
 	require.NoError(t, json.Unmarshal(out.Bytes(), &got))

@@ -39,7 +39,8 @@ func newReplay() *command {
 	f.Uint32Var(&o.capacity, "capacity-blocks", 0,
 		"most blocks that the pool may hold (default: as many as there is space for)")
 	f.StringVar(&o.pool, "pool", "", "`POOL` to replay into (default: replay-MODEL)")
-	f.StringVar(&o.model, "model", "llama3-8b", "geometry of the cache of this `MODEL`, one of "+strings.Join(modelNames(), ", "))
+	f.StringVar(&o.model, "model", "llama3-8b",
+		"geometry of the cache of this `MODEL`, one of "+strings.Join(modelNames(), ", "))
 	f.IntVar(&o.geometry.Layers, "layers", 0, "layers, instead of the model's")
 	f.IntVar(&o.geometry.KVHeads, "kv-heads", 0, "KV heads over all ranks, instead of the model's")
 	f.IntVar(&o.geometry.HeadDim, "head-dim", 0, "elements of a head, instead of the model's")

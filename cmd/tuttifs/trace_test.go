@@ -22,12 +22,12 @@ func TestParseTraceLine(t *testing.T) {
 		`{"input_length": 1, "hash_ids": [1]}`: "timestamp is missing",
 		`{"timestamp": 1, "hash_ids": [1]}`:    "input_length is missing",
 		`{"timestamp": 1, "input_length": 1}`:  "hash_ids is missing",
-		`{"timestamp": 1, "input_length": -1, "hash_ids": [1]}`:                                     "cannot unmarshal",
-		`{"timestamp": -1, "input_length": 1, "hash_ids": [1]}`:                                     "not a time",
-		`{"timestamp": 1, "input_length": 513, "hash_ids": [1]}`:                                    "1 hash_ids for 513 tokens",
-		`{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2]}`:                                 "2 hash_ids for 512 tokens",
-		`{"timestamp": 1, "input_length": 512, "hash_ids": [-1]}`:                                   "cannot unmarshal",
-		`{"timestamp": 1, "input_length": 18446744073709551615, "output_length": 1, "hash_ids":[]}`: "blocks in one request",
+		`{"timestamp": 1, "input_length": -1, "hash_ids": [1]}`:                 "cannot unmarshal",
+		`{"timestamp": -1, "input_length": 1, "hash_ids": [1]}`:                 "not a time",
+		`{"timestamp": 1, "input_length": 513, "hash_ids": [1]}`:                "1 hash_ids for 513 tokens",
+		`{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2]}`:             "2 hash_ids for 512 tokens",
+		`{"timestamp": 1, "input_length": 512, "hash_ids": [-1]}`:               "cannot unmarshal",
+		`{"timestamp": 1, "input_length": 18446744073709551615, "hash_ids":[]}`: "blocks in one request",
 	} {
 		_, err := parseTraceLine([]byte(line))
 		require.ErrorContains(t, err, says, line)

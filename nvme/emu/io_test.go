@@ -92,8 +92,8 @@ func TestBackendsMoveTheSameBytes(t *testing.T) {
 	}
 }
 
-// The executor rings whenever the poller is just falling asleep, napping or awake: every command completes, or a wake-up
-// was lost.
+// The executor rings whenever the poller is just falling asleep, napping or awake: every command completes, or a
+// wake-up was lost.
 func TestNoWakeUpIsLost(t *testing.T) {
 	shared := words(mmapTest(t, PageBytes))
 	armed := (*uint32)(unsafe.Pointer(&shared[0]))
