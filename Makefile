@@ -27,6 +27,7 @@ check:
 	$(GO) vet ./...
 
 test: check build
+	@scripts/need-tools.sh getfattr:attr rsync:rsync
 	@[ -n "$(RACE)" ] || echo "no gcc here: testing without the race detector"
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -p 2 -timeout 15m ./...
 
@@ -34,6 +35,7 @@ fuzz:
 	@scripts/fuzz.sh $(GO) $(FUZZTIME)
 
 bench: build
+	@scripts/need-tools.sh fio:fio
 	bin/tuttifs bench meta --files 10000000
 	bin/tuttifs bench rings
 

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -49,6 +50,7 @@ type Daemon struct {
 	store   *gpufile.Store
 	control *Control
 	server  *fs.Server
+	serving atomic.Pointer[fs.Server] // server, once mounted: status and metrics may be asked for before
 	metrics *metricsServer
 }
 
@@ -165,6 +167,7 @@ func (d *Daemon) open() (err error) {
 	if err != nil {
 		return fmt.Errorf("mounting on %s: %w", o.Dir, err)
 	}
+	d.serving.Store(d.server)
 	return nil
 }
 

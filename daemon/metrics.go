@@ -31,6 +31,9 @@ func (d *Daemon) stats() *StatsDocument {
 		doc.Drives[strconv.Itoa(int(index))] = s
 		doc.IO.add(&s)
 	}
+	if server := d.serving.Load(); server != nil {
+		doc.Mount = MountStats(server.Stats())
+	}
 	doc.Space = SpaceStats(d.store.Space())
 	sessions := map[uint32]bool{}
 	for _, m := range d.control.Members() {
@@ -115,6 +118,14 @@ var volumeMetrics = []metric[StatsDocument]{
 		func(s *StatsDocument) uint64 { return s.ReadErrors }),
 	counter("drive_write_errors_total", "Writes that a drive failed.",
 		func(s *StatsDocument) uint64 { return s.WriteErrors }),
+	counter("mount_read_bytes_total", "Bytes verified and returned to readers of files.",
+		func(s *StatsDocument) uint64 { return s.Mount.ReadBytes }),
+	counter("mount_read_errors_total", "Objects that readers of files asked for and that were unreadable or damaged.",
+		func(s *StatsDocument) uint64 { return s.Mount.ReadErrors }),
+	counter("mount_stored_files_total", "Files copied in through the mount.",
+		func(s *StatsDocument) uint64 { return s.Mount.StoredFiles }),
+	counter("mount_stored_bytes_total", "Bytes copied in through the mount.",
+		func(s *StatsDocument) uint64 { return s.Mount.StoredBytes }),
 	counter("transactions_total", "Transactions that are durable.",
 		func(s *StatsDocument) uint64 { return s.Transactions }),
 	counter("checkpoints_total", "Checkpoints written.", func(s *StatsDocument) uint64 { return s.Checkpoints }),

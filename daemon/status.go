@@ -202,6 +202,7 @@ type StatsDocument struct {
 	Pools         map[string]PoolStats `json:"pools"`
 	IO            IOStats              `json:"io"`     // of all drives
 	Drives        map[string]IOStats   `json:"drives"` // by index
+	Mount         MountStats           `json:"mount"`  // what the mount's own readers and writers did
 	Space         SpaceStats           `json:"space"`
 	Sessions      uint64               `json:"sessions"`
 	ReadErrors    uint64               `json:"read_errors"`
@@ -209,6 +210,14 @@ type StatsDocument struct {
 	Transactions  uint64               `json:"transactions"`
 	Checkpoints   uint64               `json:"checkpoints"`
 	JournalUsed   uint64               `json:"journal_used_bytes"`
+}
+
+// MountStats counts bytes and files that went through the mount itself (cat, cp), not through queues.
+type MountStats struct {
+	ReadBytes   uint64 `json:"read_bytes"`  // verified, and returned to readers
+	ReadErrors  uint64 `json:"read_errors"` // objects that could not be read or verified
+	StoredFiles uint64 `json:"stored_files"`
+	StoredBytes uint64 `json:"stored_bytes"`
 }
 
 // SessionsDocument is /.tuttifs/sessions.

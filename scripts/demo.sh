@@ -10,15 +10,7 @@ fail() { echo "demo: $*" >&2; exit 1; }
 
 [ "$(id -u)" = 0 ] || fail "mounting needs root: try 'sudo make demo'"
 [ -c /dev/fuse ] || fail "there is no /dev/fuse: load the fuse module, or give the container the device"
-if ! command -v getfattr >/dev/null; then
-  if command -v apt-get >/dev/null; then
-    echo "demo: installing the package attr, for getfattr"
-    { apt-get install -qq -y attr || { apt-get update -qq && apt-get install -qq -y attr; }; } >/dev/null 2>&1 ||
-      echo "demo: that failed; extended attributes are not shown"
-  else
-    echo "demo: no getfattr here (package attr); extended attributes are not shown"
-  fi
-fi
+"$(dirname "$0")/need-tools.sh" getfattr:attr
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/tuttifs-demo.XXXXXX")
 mnt=$work/mnt log=$work/log
