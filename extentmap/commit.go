@@ -64,7 +64,8 @@ func (t *Transaction) Free(p *Pool, slot uint32) {
 	t.frees = append(t.frees, freed{p, slot})
 }
 
-// MaxTransactionBytes bounds the entries of one transaction (144 bytes a Put, 16 a Free): half of the journal.
+// MaxTransactionBytes bounds the entries of one transaction (ondisk.PutBytes a Put, ondisk.FreeBytes a Free): half of
+// the journal.
 func (v *Volume) MaxTransactionBytes() int {
 	return int(v.journal.Blocks/2) * ondisk.PayloadBytes
 }

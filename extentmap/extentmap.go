@@ -40,9 +40,8 @@ var (
 	ErrReadOnly    = errors.New("extentmap: volume is mounted read-only")
 	ErrNoSpace     = errors.New("extentmap: no space left")
 	// ErrAgain: space is being freed but not durably yet, or the journal is full; try again.
-	ErrAgain    = errors.New("extentmap: try again")
-	ErrExists   = errors.New("extentmap: exists with another identity or geometry")
-	ErrMismatch = ErrExists
+	ErrAgain  = errors.New("extentmap: try again")
+	ErrExists = errors.New("extentmap: exists with another identity or geometry")
 	// ErrInvalid: an argument that no volume could accept.
 	ErrInvalid = errors.New("extentmap: invalid argument")
 	// ErrSignature: the drive holds something that Format does not overwrite unless forced.

@@ -69,7 +69,7 @@ func Plan(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 	}
 	if !o.Force {
 		for i, d := range drives {
-			what, err := FindSignature(d)
+			what, err := findSignature(d)
 			if err != nil {
 				return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive",
 					Cause: err}

@@ -186,14 +186,16 @@ func TestMinimumAndMaximum(t *testing.T) {
 // TestCapacityIsTrue: what a pool is said to be able to hold is what it can be given, within a row, whatever the shape.
 func TestCapacityIsTrue(t *testing.T) {
 	for _, objects := range []int{1, 3, 62, 63, 100, 200} {
-		for _, sizes := range [][]int64{{64 * mib}, {16 * mib, 24 * mib, 40 * mib}, {20 * mib, 20 * mib, 20 * mib, 20 * mib}} {
+		for _, sizes := range [][]int64{{64 * mib}, {16 * mib, 24 * mib, 40 * mib},
+			{20 * mib, 20 * mib, 20 * mib, 20 * mib}} {
 			_, v := memoryVolume(t, extentmap.FormatOptions{}, sizes...)
 			other := spec("other", 5)
 			createPool(t, v, other)
 			p := createPool(t, v, spec("p", objects))
 			said := p.Capacity()
 			rows := fill(t, p)
-			require.InDelta(t, said, uint32(rows)*p.SlotsPerRow(), float64(p.SlotsPerRow()), "%d objects on %v", objects, sizes)
+			require.InDelta(t, said, uint32(rows)*p.SlotsPerRow(), float64(p.SlotsPerRow()), "%d objects on %v",
+				objects, sizes)
 			require.Equal(t, p.Slots(), p.Capacity())
 		}
 	}
