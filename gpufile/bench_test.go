@@ -23,7 +23,7 @@ func benchPool(b *testing.B) (*world, *Pool, int) {
 		require.NoError(b, err)
 		files = n
 	}
-	w := newWorld(b, 4, int64(files)*2300+256*mib, Options{NoIO: true})
+	w := newWorld(b, 4, int64(files)*2300/4096*4096+256*mib, Options{NoIO: true})
 	p := w.pool("a", 1, func(s *extentmap.PoolSpec) {
 		s.Geometry = stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Bytes: 4096}}}}}.WithTrailers()
 	})

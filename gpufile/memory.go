@@ -67,6 +67,7 @@ func (a *nodes) ensure(n uint32) error {
 	if err != nil {
 		return err
 	}
+	adviseHuge(raw)
 	a.raw = raw
 	a.s = unsafe.Slice((*node)(unsafe.Pointer(&raw[0])), size/nodeBytes)
 	return nil
