@@ -129,7 +129,7 @@ func (o *benchRingsOptions) fileRow(ctx context.Context, w *fileWork, object int
 		fios.add(cost)
 		return rate, err
 	})
-	row.CPUPerGB, row.OtherCPUPerGB = mine.perGB(), fios.perGB()
+	row.CPUPerGB, row.PollerPerGB, row.OtherCPUPerGB = mine.perGB(), mine.pollerPerGB(), fios.perGB()
 	return row, err
 }
 
@@ -140,10 +140,12 @@ func (r *benchRig) timed(write bool, ctxs []gio.IOCTX, object int, d time.Durati
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	mine := threadClock()
-	begin, process, thread := time.Now(), cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID), cpuTime(mine)
+	begin, process := time.Now(), cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID)
+	thread, poller := cpuTime(mine), cpuTime(r.clock)
 	n, err := r.stream(write, ctxs, fileBatch, func() bool { return time.Since(begin) < d })
 	seconds := time.Since(begin).Seconds()
 	cost.cpu = cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID) - process - (cpuTime(mine) - thread)
+	cost.poller = cpuTime(r.clock) - poller
 	cost.bytes = float64(n) * float64(object)
 	return cost.bytes / seconds / 1e9, cost, err
 }

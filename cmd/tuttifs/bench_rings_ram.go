@@ -20,6 +20,7 @@ const (
 	ramChunk    = 16
 	ramBatch    = 1024
 	ramDrives   = 2
+	ramRounds   = 4 // for each round with files
 	emptyDriveB = 16 << 20
 )
 
@@ -154,7 +155,7 @@ func (o *benchRingsOptions) ramRows(ctx context.Context, drives []drive.Drive, o
 			return nil, err
 		}
 		w.ring, w.cpy = threadCost{}, threadCost{}
-		row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, o.rounds,
+		row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, ramRounds*o.rounds,
 			func() (float64, error) { return w.run(w.byRing(write)) },
 			func() (float64, error) { return w.run(w.byCopy(write)) })
 		if err != nil {
@@ -181,18 +182,25 @@ type ramWork struct {
 
 // threadCost is the CPU time that moving some bytes took.
 type threadCost struct {
-	cpu   time.Duration
-	bytes float64
+	cpu    time.Duration
+	poller time.Duration // of it, where that is known
+	bytes  float64
 }
 
-func (c *threadCost) add(d threadCost) { c.cpu, c.bytes = c.cpu+d.cpu, c.bytes+d.bytes }
+func (c *threadCost) add(d threadCost) {
+	c.cpu, c.poller, c.bytes = c.cpu+d.cpu, c.poller+d.poller, c.bytes+d.bytes
+}
 
 // perGB is seconds of CPU time.
-func (c *threadCost) perGB() float64 {
-	if c.bytes == 0 {
+func (c *threadCost) perGB() float64 { return perGB(c.cpu, c.bytes) }
+
+func (c *threadCost) pollerPerGB() float64 { return perGB(c.poller, c.bytes) }
+
+func perGB(d time.Duration, bytes float64) float64 {
+	if bytes == 0 {
 		return 0
 	}
-	return c.cpu.Seconds() / (c.bytes / 1e9)
+	return d.Seconds() / (bytes / 1e9)
 }
 
 func (o *benchRingsOptions) newRAMWork(drives []drive.Drive, object, threads int, split bool) (*ramWork, error) {
@@ -200,7 +208,7 @@ func (o *benchRingsOptions) newRAMWork(drives []drive.Drive, object, threads int
 	if err != nil {
 		return nil, err
 	}
-	w := &ramWork{b: b, object: object, copiers: threads, seconds: o.period / 4}
+	w := &ramWork{b: b, object: object, copiers: threads, seconds: o.period / 16}
 	rigs := threads
 	if split {
 		rigs = 1
