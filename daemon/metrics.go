@@ -3,6 +3,7 @@ package daemon
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"net/http"
 	"strconv"
@@ -200,7 +201,7 @@ func serveMetrics(d *Daemon, address string) (*metricsServer, error) {
 	mux.Handle("GET /metrics", promhttp.HandlerFor(registry, promhttp.HandlerOpts{}))
 	listener, err := net.Listen("tcp", address)
 	if err != nil {
-		return nil, errors.Join(errors.New("metrics"), err)
+		return nil, fmt.Errorf("metrics: %w", err)
 	}
 	m := &metricsServer{done: make(chan struct{}), address: listener.Addr().String()}
 	m.server = http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second}

@@ -55,6 +55,8 @@ func TestUsageErrors(t *testing.T) {
 		{"tuttifs mkfs --nope x", 2, "unknown flag: --nope"},
 		{"tuttifs mkfs --size 12q x", 2, "not a size"},
 		{"tuttifs mkfs -U zz x", 2, "not a UUID"},
+		{"tuttifs mkfs --size 1k x", 2, "at least 4096"},
+		{"tuttifs mkfs -n --size 64m x y x", 2, "x is named twice"},
 		{"mkfs.tuttifs --nope", 2, "mkfs.tuttifs: unknown flag"},
 		{"tuttifs mount", 1, "name a drive"},
 		{"tuttifs mount --nope", 1, "unknown flag"},

@@ -117,7 +117,7 @@ func (d *infoDocument) print(e *env) {
 	}
 	row("state", "%s", orDash(strings.Join(marks, ", ")))
 	row("epoch", "%d", d.Epoch)
-	row("rows", "over %d drives, segments of %s", d.Width, humanBytes(d.SegmentBytes))
+	row("rows", "of %d entries, segments of %s", d.Width, humanBytes(d.SegmentBytes))
 	row("journal", "%s, %s in use", humanBytes(d.JournalBytes), humanBytes(d.JournalUsedBytes))
 	row("space", "%s, of which %s used by %d files", humanBytes(d.Space.TotalBytes), humanBytes(d.Space.UsedBytes),
 		d.Space.Files)

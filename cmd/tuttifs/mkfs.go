@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 
 	"tuttifs/daemon"
@@ -31,7 +32,7 @@ func newMkfs() *command {
 	o := &mkfsOptions{}
 	f := newFlags("mkfs")
 	f.Var(&o.size, "size", "make drive files that do not exist, of this size each (suffixes k, m, g, t: powers of 1024)")
-	f.StringVarP(&o.label, "label", "L", "", "volume `LABEL`, at most 32 bytes")
+	f.StringVarP(&o.label, "label", "L", "", "volume `LABEL`, at most 64 bytes")
 	f.StringVarP(&o.uuid, "uuid", "U", "", "volume `UUID` instead of a random one")
 	f.IntVar(&o.width, "width", 0,
 		"entries of a row: drives that a stripe set is spread over (default 4, or all if fewer)")
@@ -61,6 +62,9 @@ const drivesMax = 64
 func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) {
 	if len(args) == 0 || len(args) > drivesMax {
 		return usagef("name 1 to %d drives", drivesMax)
+	}
+	if o.size != 0 && o.size < drive.UnitBytes {
+		return usagef("--size %d: drives have at least %d bytes", uint64(o.size), drive.UnitBytes)
 	}
 	fo := extentmap.FormatOptions{
 		Label: o.label, Width: o.width, SegmentBytes: uint64(o.segment), JournalBytes: uint64(o.journal), Force: o.force,
@@ -103,7 +107,10 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 // openDrives opens all, making missing files first (in memory only for a dry run). It returns what it opened and made
 // even on failure.
 func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []string, err error) {
-	for _, path := range paths {
+	for i, path := range paths {
+		if slices.Contains(paths[:i], path) {
+			return drives, made, usagef("%s is named twice", path)
+		}
 		_, statErr := os.Stat(path)
 		missing := errors.Is(statErr, os.ErrNotExist)
 		switch {
@@ -177,7 +184,7 @@ func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {
 	}
 	fmt.Fprintf(w, "volume\t%s\n", extentmap.FormatUUID(p.UUID))
 	fmt.Fprintf(w, "label\t%s\n", label)
-	fmt.Fprintf(w, "drives\t%d, rows over %d\n", len(p.Drives), p.Width)
+	fmt.Fprintf(w, "drives\t%d, rows of %d entries\n", len(p.Drives), p.Width)
 	fmt.Fprintf(w, "segment\t%s\n", humanBytes(p.SegmentBytes))
 	fmt.Fprintf(w, "journal\t%s\n", humanBytes(p.JournalBytes))
 	fmt.Fprintf(w, "metadata\t%s a drive\n", humanBytes(p.MetadataBytes))
