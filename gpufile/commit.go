@@ -261,6 +261,7 @@ func (r *reservation) conclude(err error) {
 	}
 	r.state = reserveDone
 	r.items, r.parents, r.files, r.need = nil, nil, nil, nil
+	r.ses.remember(r.k)
 	r.ticket.Complete(err)
 }
 

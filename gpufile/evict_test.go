@@ -367,3 +367,38 @@ func TestNothingEvictable(t *testing.T) {
 		checkPool(t, p)
 	}
 }
+
+// TestUndoneEvictionLeavesTheOrder: a reservation that finds too few victims puts those that it found back in their places.
+func TestUndoneEvictionLeavesTheOrder(t *testing.T) {
+	for _, policy := range Policies {
+		w := newWorld(t, 2, 64*mib, Options{NoIO: true, Policy: policy})
+		p := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 11 })
+		g := w.s.GroupOfPool(p.ID())
+		m := w.member()
+		chain := chainKeys(0, 5)
+		require.NoError(t, store(t, m, g, 0, chainItems(chain)))
+		slot, generation, _ := p.Find(&chain[4])
+		_, release, ok := p.HoldRead(slot, generation, 64)
+		require.True(t, ok)
+		for i := range uint64(3) {
+			require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(1+i, 2))))
+		}
+		for range 3 {
+			_, err := reserve(t, m, g, 0, 1<<40, chainItems(chainKeys(9, 7)))
+			require.ErrorIs(t, err, ErrNoSpace)
+			checkPool(t, p)
+		}
+		for i := range uint64(3) {
+			keys := chainKeys(1+i, 2)
+			for j := 1; j >= 0; j-- {
+				n, err := p.EvictCount(1)
+				require.NoError(t, err)
+				require.Equal(t, 1, n)
+				_, _, found := p.Find(&keys[j])
+				require.False(t, found, "%s: file %d of chain %d", policy, j, 1+i)
+			}
+		}
+		release()
+		checkPool(t, p)
+	}
+}

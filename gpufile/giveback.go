@@ -18,16 +18,22 @@ const (
 	innerCost = 4
 )
 
+// rows is the number of rows whose slots are there.
+func (p *Pool) rows() uint64 {
+	free, freeing, used := p.m.Counts()
+	return (uint64(free) + uint64(freeing) + uint64(used)) / uint64(p.m.SlotsPerRow())
+}
+
 // mayGive says whether the pool stays at its minimum or above without one row.
 func (p *Pool) mayGive() bool {
-	rows := uint64(len(p.m.Rows()))
+	rows := p.rows()
 	return rows > 0 && (rows-1)*p.m.RowBytes() >= p.m.Spec().MinBytes
 }
 
 // mayGrow says whether the pool's maximum allows one more row.
 func (p *Pool) mayGrow() bool {
 	limit := p.m.Spec().MaxBytes
-	return limit == 0 || (uint64(len(p.m.Rows()))+1)*p.m.RowBytes() <= limit
+	return limit == 0 || (p.rows()+1)*p.m.RowBytes() <= limit
 }
 
 // wish is a pool that wants a row of another.

@@ -15,6 +15,7 @@ const (
 	MembersMax  = 1024    // of one session
 	KeysMax     = 1 << 16 // of one peek, pin or reserve
 	RequestsMax = 1 << 16 // pins of one session, and as many reservations
+	doneMax     = 1024    // settled reservations that a session remembers for repeated commits
 )
 
 // Token lets another process join a session.
@@ -35,7 +36,8 @@ type session struct {
 	ended        bool
 	pins         map[requestKey]*pinset
 	reservations map[requestKey]*reservation
-	reserved     int // slots granted for writing
+	done         []requestKey // of settled reservations, the oldest first
+	reserved     int          // slots granted for writing
 	scratch      []uint32
 }
 
@@ -147,6 +149,18 @@ func (m *Member) Close() {
 		delete(ses.s.sessions, ses.id)
 		ses.s.mu.Unlock()
 	}
+}
+
+// remember keeps a settled reservation's outcome for a while, and forgets the oldest beyond doneMax.
+func (ses *session) remember(k requestKey) {
+	ses.done = append(ses.done, k)
+	if len(ses.done) <= doneMax {
+		return
+	}
+	if r := ses.reservations[ses.done[0]]; r != nil && r.state == reserveDone {
+		delete(ses.reservations, ses.done[0])
+	}
+	ses.done = ses.done[1:]
 }
 
 // sweep ends pins and reservations whose time is up, and forgets finished ones.

@@ -571,3 +571,17 @@ func TestLeasesWhilePolling(t *testing.T) {
 	require.Zero(t, p.Stats().FilesPinned)
 	checkPool(t, p)
 }
+
+// TestManyReservations: a session stores far more often than it remembers.
+func TestManyReservations(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
+	p := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 100 })
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	for i := range uint64(2 * doneMax) {
+		require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(i, 1))))
+	}
+	require.LessOrEqual(t, len(m.ses.reservations), doneMax)
+	require.LessOrEqual(t, len(m.ses.done), doneMax)
+	checkPool(t, p)
+}
