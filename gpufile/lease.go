@@ -23,7 +23,8 @@ const (
 	leaseRead uint64 = 1 << (63 - iota)
 	leaseWrite
 	leaseEnding  // no rights any more; the last command out claims its end
-	leaseClaimed // its end is being made
+	leaseClaimed // the last command out waits for the session's mutex to end it
+	leaseEnded   // no rights and no commands: its end is being made under the session's mutex
 	leaseFlight  = 1<<32 - 1
 
 	leaseChunkLen = 256
@@ -186,13 +187,14 @@ func (l *lease) enter(right uint64) bool {
 
 // leave counts a command out, and ends the lease if it was the last one of an ending lease.
 func (l *lease) leave(ses *session) {
-	if w := l.word.Add(^uint64(0)); w == leaseEnding && l.word.CompareAndSwap(leaseEnding, leaseClaimed) {
-		ses.mu.Lock()
-		defer ses.mu.Unlock()
-		if l.word.Load() == leaseClaimed {
-			ses.finish(l)
-		}
+	if l.claim() {
+		ses.finish(l)
 	}
+}
+
+// claim counts a command out and says whether the lease's end falls to the caller.
+func (l *lease) claim() bool {
+	return l.word.Add(^uint64(0)) == leaseEnding && l.word.CompareAndSwap(leaseEnding, leaseClaimed)
 }
 
 // end takes a lease's rights away. It reports whether no command is in flight: then the caller finishes it.
@@ -201,10 +203,10 @@ func (l *lease) end() bool {
 		w := l.word.Load()
 		next := w&leaseFlight | leaseEnding
 		if w&leaseFlight == 0 {
-			next = leaseClaimed
+			next = leaseEnded
 		}
 		if l.word.CompareAndSwap(w, next) {
-			return next == leaseClaimed
+			return next == leaseEnded
 		}
 	}
 }
@@ -244,8 +246,13 @@ func (ses *session) unhold(p *Pool, slot uint32) {
 	}
 }
 
-// finish ends a claimed lease outside of a verb: it takes the pool's mutex.
+// finish ends a claimed lease outside of a verb, unless the claim has lapsed.
 func (ses *session) finish(l *lease) {
+	ses.mu.Lock()
+	defer ses.mu.Unlock()
+	if l.word.Load() != leaseClaimed {
+		return
+	}
 	p := l.pool
 	p.mu.Lock()
 	defer p.mu.Unlock()

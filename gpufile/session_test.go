@@ -118,6 +118,41 @@ func TestPinAgainWhileEnding(t *testing.T) {
 	checkPool(t, p)
 }
 
+// TestLateClaim: between a poller's claim of a lease's end and its turn at the session's mutex, the lease may be ended by a
+// verb and used for a slot that is being committed. The claim must not end that one.
+func TestLateClaim(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := chainKeys(1, 1)
+	require.NoError(t, store(t, m, g, 0, chainItems(keys)))
+	out := make([]Grant, 1)
+	_, err := m.Pin(g, 0, 1, keys, out)
+	require.NoError(t, err)
+	l := m.ses.leases.get(leaseKey(p.ID(), out[0].Slot))
+	d, unit, units := access(p, out[0].Slot, 0)
+	_, ok := m.Authorize(false, d, unit, units)
+	require.True(t, ok)
+	require.NoError(t, m.Release(g, 1))
+	require.True(t, l.claim(), "the last command is out")
+
+	_, err = m.Pin(g, 0, 2, keys, out)
+	require.NoError(t, err)
+	require.NoError(t, m.Release(g, 2))
+	grants, err := reserve(t, m, g, 0, 3, chainItems(chainKeys(2, 1)))
+	require.NoError(t, err)
+	key := leaseKey(p.ID(), grants[0].Slot)
+	require.Same(t, l, m.ses.leases.get(key), "used again")
+	require.True(t, l.end(), "as a commit does")
+	m.ses.finish(l)
+	require.Same(t, l, m.ses.leases.get(key))
+	require.EqualValues(t, 1, p.Stats().FilesReserved)
+	require.NoError(t, m.Abort(g, 3))
+	require.Zero(t, m.ses.leases.live)
+	checkPool(t, p)
+}
+
 // TestIncompleteIsGivenUp is invariant (m): what was not written is not stored, nor what hangs on it.
 func TestIncompleteIsGivenUp(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
