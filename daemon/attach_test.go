@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"encoding/binary"
 	"os"
 	"sync/atomic"
 	"testing"
@@ -191,6 +192,42 @@ func TestQueuesServeLeases(t *testing.T) {
 	require.NoError(t, a.Reattach(0))
 	tails = map[uint16]uint32{}
 	require.Zero(t, do(false, extents[0]), "the lane serves again, from the start")
+}
+
+// forgetfulDrive takes no discards, as many a drive: the old bytes stay.
+type forgetfulDrive struct{ drive.Drive }
+
+func (forgetfulDrive) Discard(int64, int64) error { return drive.ErrNotSupported }
+
+// TestDeallocatingIsNotWriting: a slot still holds an earlier tenant's bytes where its engine has only deallocated, so it
+// must not be committed and read.
+func TestDeallocatingIsNotWriting(t *testing.T) {
+	drives := memoryDrives(t, 64<<20)
+	for i := range drives {
+		drives[i] = forgetfulDrive{drives[i]}
+	}
+	w := newWorldOn(t, drives, gpufile.Options{}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{Lanes: 1, Depth: 16, DMABytes: 1 << 20})
+	p := c.pool(a, "p")
+	r := ioctl.Reserve{Target: p, Items: items(a, 1), Grants: grantSpan, Reserve: 1}
+	c.reserve(&r)
+	slot := ioctl.View[ioctl.Grant](a.Arena, grantSpan)[0].Slot
+	x := ioctl.Extents{Target: p, Slot: slot, Extents: ioctl.Span{Bytes: 4096}}
+	require.Zero(t, issue(c, ioctl.CmdExtents, &x, 0))
+	tails := map[uint16]uint32{}
+	for _, e := range ioctl.View[ioctl.Extent](a.Arena, x.Extents)[:x.Count] {
+		var sqe nvme.SQE
+		nvme.BuildDSM(&sqe, uint16(tails[e.Drive]), 1, 1)
+		sqe.DPTR[0] = ioctl.DMABase
+		scale := drive.UnitBytes / uint64(w.volume.Drive(e.Drive).LBABytes())
+		binary.LittleEndian.PutUint32(a.DMA[4:], e.Units*uint32(scale))
+		binary.LittleEndian.PutUint64(a.DMA[8:], e.Unit*scale)
+		require.Zero(t, submit(t, a, 0, int(e.Drive), tails[e.Drive], sqe))
+		tails[e.Drive]++
+	}
+	require.Equal(t, ioctl.ENODATA, issue(c, ioctl.CmdCommit, &ioctl.Commit{Target: p, Reserve: 1}, 0))
+	require.Zero(t, w.store.PoolByName("p").Stats().Files)
 }
 
 // gatedDrive holds writes back while its gate is shut: a drive that does not answer.

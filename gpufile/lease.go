@@ -338,19 +338,22 @@ func (m *Member) Authorize(write bool, driveIndex uint16, unit uint64, units uin
 	return a, true
 }
 
-// Complete ends an access; a successful write marks its object written when the whole object was covered.
+// Complete ends an access; a successful write marks its object written when the whole object was covered. After a failed
+// write, or a deallocation, nobody knows what the object holds: it counts as not written.
 func (m *Member) Complete(a Access, ok bool) {
 	l, _ := a.Ref.(*lease)
 	if l == nil {
 		return
 	}
-	if ok && a.Index&accessWrite != 0 && l.file.written != nil {
-		f := l.file
-		f.flush.Or(1 << (a.Index >> accessDriveShift & accessDriveMask))
-		if a.Index&accessWhole != 0 {
-			object := a.Index >> accessObject
+	if a.Index&accessWrite != 0 && l.file.written != nil {
+		f, object := l.file, a.Index>>accessObject
+		switch {
+		case !ok:
+			f.written[object/64].And(^(uint64(1) << (object % 64)))
+		case a.Index&accessWhole != 0:
 			f.written[object/64].Or(1 << (object % 64))
 		}
+		f.flush.Or(1 << (a.Index >> accessDriveShift & accessDriveMask))
 	}
 	l.leave(m.ses)
 }

@@ -193,9 +193,11 @@ func TestIncompleteIsGivenUp(t *testing.T) {
 	}
 	d, unit, units := access(p, grants[2].Slot, p.rankObjects[1][1])
 	require.EqualValues(t, 1, units)
-	a, ok := rank1.Authorize(true, d, unit, units)
-	require.True(t, ok)
-	rank1.Complete(a, false) // a failed write counts for nothing
+	for _, outcome := range []bool{true, false} {
+		a, ok := rank1.Authorize(true, d, unit, units)
+		require.True(t, ok)
+		rank1.Complete(a, outcome) // a failed write counts for nothing, and undoes those before it
+	}
 	last, err := rank1.Commit(g, 1, 1)
 	require.ErrorIs(t, err, ErrIncomplete)
 	require.ErrorIs(t, wait(t, last), ErrIncomplete)

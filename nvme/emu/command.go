@@ -207,8 +207,9 @@ func (c *command) ask(r byteRange) nvme.Status {
 
 // conclude gives the grants back; once, whatever the outcome.
 func (c *command) conclude() {
+	ok := c.status.OK() && c.kind != doDiscard
 	for _, a := range c.grants {
-		c.queue.authority.Complete(a, c.status.OK())
+		c.queue.authority.Complete(a, ok)
 	}
 	clear(c.grants)
 	c.grants = c.grants[:0]

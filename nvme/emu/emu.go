@@ -48,7 +48,8 @@ type Access struct {
 
 // Authority decides about each I/O command. lba and n are in 4-KiB units of the drive, whatever its LBA size; unaligned
 // commands are refused before. Authorize is called right before data moves; Complete exactly once for every grant,
-// after the last byte has moved and before the executor sees the completion.
+// after the last byte has moved and before the executor sees the completion. ok says that the units hold what the
+// executor asked for: never after a deallocation, which may leave on the drive whatever was there before.
 type Authority interface {
 	Authorize(write bool, driveIndex uint16, unit uint64, units uint32) (Access, bool)
 	Complete(a Access, ok bool)

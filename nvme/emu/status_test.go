@@ -236,12 +236,14 @@ func TestAuthority(t *testing.T) {
 
 	l.deny = false
 	require.True(t, h.do(wz).OK())
+	require.Zero(t, l.failed)
 	require.True(t, h.do(dsm).OK())
+	require.Equal(t, 1, l.failed, "deallocated units hold nothing of the executor's")
 	require.Zero(t, l.held)
 	c.SetFaults(func(*nvme.SQE) *Fault { return &Fault{Short: 4096} })
 	require.Equal(t, nvme.DataTransferError, h.do(h.rw(true, 2, 8, 16, 0)).Code())
 	require.Zero(t, l.held)
-	require.Equal(t, 1, l.failed)
+	require.Equal(t, 2, l.failed)
 }
 
 func TestWriteZeroesAndDeallocate(t *testing.T) {
