@@ -1,6 +1,7 @@
 package gpufile
 
 import (
+	"errors"
 	"sync"
 	"testing"
 	"time"
@@ -621,4 +622,60 @@ func TestManyReservations(t *testing.T) {
 	require.LessOrEqual(t, len(m.ses.reservations), doneMax)
 	require.LessOrEqual(t, len(m.ses.done), doneMax)
 	checkPool(t, p)
+}
+
+// TestRacesOfPools: families and single pools on a volume too small for them, rows moving between pools. Nothing deadlocks, and
+// everything adds up afterwards.
+func TestRacesOfPools(t *testing.T) {
+	w := newWorld(t, 2, 6*mib, Options{NoIO: true, Now: time.Now})
+	a := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.Family = "f" })
+	b := w.pool("b", 1, func(s *extentmap.PoolSpec) { s.Family, s.TrailingHit = "f", 2 })
+	c := w.pool("c", 2, nil)
+	groups := []*Group{w.s.GroupOfFamily(a.m.FamilyID()), w.s.GroupOfPool(a.ID()), w.s.GroupOfPool(c.ID())}
+	var wg sync.WaitGroup
+	for e := range uint64(4) {
+		wg.Go(func() {
+			for i := range uint64(120) {
+				m, err := w.s.NewSession(1)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				g := groups[(i+e)%3]
+				keys := chainKeys(i%40*4+e%3, 1+int(i%9))
+				grants := make([]Grant, len(keys)*len(g.pools))
+				if _, err = m.Pin(g, 0, 1, keys, grants); err != nil {
+					t.Error(err)
+				}
+				if _, err = reserveSome(m, g, 0, 2, chainItems(keys), i%4 == 0); err == nil {
+					for rank := range g.ranks() {
+						_, _ = m.Commit(g, 2, uint16(rank))
+					}
+				} else if !errors.Is(err, ErrNoSpace) && !errors.Is(err, ErrAgain) {
+					t.Error(err)
+				}
+				m.Close()
+				if sp := w.s.Space(); sp.TotalBytes != sp.UsedBytes+sp.FreeBytes {
+					t.Error("df does not add up")
+				}
+			}
+		})
+	}
+	wg.Wait()
+	require.Eventually(t, func() bool {
+		n := uint64(0)
+		for _, p := range w.s.Pools() {
+			st := p.Stats()
+			n += st.FilesPinned + st.FilesReserved
+		}
+		return n == 0
+	}, waitFor, tick)
+	for _, p := range []*Pool{a, b, c} {
+		checkPool(t, p)
+		require.NotZero(t, p.Stats().Committed)
+	}
+	w.reopen()
+	for _, p := range w.s.Pools() {
+		checkPool(t, p)
+	}
 }
