@@ -96,6 +96,34 @@ func (t *leaseTable) get(key uint64) *lease {
 	return l
 }
 
+// getOrAdd returns the lease of a key, made if there is none.
+func (t *leaseTable) getOrAdd(key uint64) (l *lease, added bool) {
+	m := t.m.Load()
+	l, i := m.find(key)
+	if l != nil {
+		return l, false
+	}
+	if len(t.free) == 0 || t.full(m) {
+		return t.add(key), true
+	}
+	t.used++ // find ends at an empty entry, not at a hole
+	return t.place(m, i, key), true
+}
+
+// full says that one more entry needs a larger table, or one without holes.
+func (t *leaseTable) full(m *leaseMap) bool { return (t.used+1)*4 > len(m.slots)*3 }
+
+// place makes the lease of a free number at an entry that is unused.
+func (t *leaseTable) place(m *leaseMap, i int, key uint64) *lease {
+	n := t.free[len(t.free)-1]
+	t.free = t.free[:len(t.free)-1]
+	l := &m.chunks[n/leaseChunkLen][n%leaseChunkLen]
+	l.key.Store(key)
+	m.slots[i].Store(n + 1)
+	t.live++
+	return l
+}
+
 // add makes a lease of a key that has none, with no rights yet.
 func (t *leaseTable) add(key uint64) *lease {
 	m := t.m.Load()
@@ -109,26 +137,19 @@ func (t *leaseTable) add(key uint64) *lease {
 		m = &leaseMap{slots: m.slots, shift: m.shift, chunks: append(m.chunks[:len(m.chunks):len(m.chunks)], c)}
 		t.m.Store(m)
 	}
-	if (t.used+1)*4 > len(m.slots)*3 {
+	if t.full(m) {
 		m = t.rebuild(m)
 	}
-	n := t.free[len(t.free)-1]
-	t.free = t.free[:len(t.free)-1]
-	l := &m.chunks[n/leaseChunkLen][n%leaseChunkLen]
-	l.key.Store(key)
-	i := m.home(key)
-	for ; ; i++ {
+	for i := m.home(key); ; i++ {
 		i &= len(m.slots) - 1
-		if s := m.slots[i].Load(); s == 0 || s == leaseGone {
-			if s == 0 {
-				t.used++
-			}
-			m.slots[i].Store(n + 1)
-			break
+		switch m.slots[i].Load() {
+		case 0:
+			t.used++
+			return t.place(m, i, key)
+		case leaseGone:
+			return t.place(m, i, key)
 		}
 	}
-	t.live++
-	return l
 }
 
 // rebuild makes a table without holes, at most half full.
@@ -225,9 +246,8 @@ func (l *lease) revive(right uint64) {
 // one pin for each lease.
 func (ses *session) hold(p *Pool, slot uint32) *lease {
 	key := leaseKey(p.m.ID(), slot)
-	l := ses.leases.get(key)
-	if l == nil {
-		l = ses.leases.add(key)
+	l, added := ses.leases.getOrAdd(key)
+	if added {
 		l.pool = p
 		p.pin(slot)
 	}
