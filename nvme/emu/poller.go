@@ -24,16 +24,9 @@ const (
 // Times of the poller's loop.
 const (
 	napMax      = 50 * time.Microsecond
+	ringWaitMax = 250 * time.Microsecond // for a transfer's completion; doorbells are seen after it
 	spinDefault = 20 * time.Microsecond
 	kickEvery   = time.Millisecond // how often Stop repeats its wake-up until the poller has ended
-)
-
-// While transfers are in the kernel the poller may wait there for the next one, and not see doorbells meanwhile, or
-// spin for the executor's answer to what has completed. It spins as long as that pays: this many times in a row
-// without a doorbell, and then no more but for one look in so many turns.
-const (
-	spinLuck  = 8
-	spinProbe = 64
 )
 
 // PollerConfig of one polling thread (one or more per session).
@@ -64,7 +57,6 @@ type Poller struct {
 	ringErr error
 	timers  timers
 	blocked int        // commands that workers have
-	fetched int        // commands fetched in the last step
 	extra   func() int // the admin queue's own work, after all queues
 	closed  bool
 }
@@ -129,7 +121,6 @@ func (p *Poller) Step() int {
 
 func (p *Poller) step() int {
 	start := time.Now()
-	p.fetched = 0
 	n, busy := p.reap(), 0
 	for _, q := range p.queues {
 		q.worked = q.serve(p)
@@ -283,35 +274,22 @@ func (p *Poller) Run() {
 	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0)
 	defer func() { _ = unix.Prctl(unix.PR_SET_TIMERSLACK, 0, 0, 0, 0) }()
 
-	var (
-		idle time.Time // since when there is nothing to do
-		luck = spinLuck
-	)
-	for turn := uint32(0); !p.stop.Load(); turn++ {
+	var idle time.Time // since when there is nothing to do
+	for !p.stop.Load() {
 		p.mu.Lock()
-		n := p.step()
-		rung := p.fetched > 0
-		inKernel := p.ring != nil && p.ring.inflight > 0
+		n, inKernel := p.step(), p.ring != nil && p.ring.inflight > 0
 		p.mu.Unlock()
-		if n > 0 {
-			if rung && !idle.IsZero() {
-				luck = spinLuck
-			}
-			idle = time.Time{}
-			continue
-		}
 		now := time.Now()
-		if idle.IsZero() {
-			idle = now
-		}
-		switch spinning := now.Sub(idle) < p.cfg.Spin; {
-		case inKernel && spinning && (luck > 0 || turn%spinProbe == 0):
+		switch {
+		case n > 0:
+			idle = time.Time{}
 		case inKernel:
-			if !spinning && luck > 0 {
-				luck--
-			}
-			p.ring.wait(napMax)
-		case spinning:
+			// The next completion is the next thing to happen, unless an executor rings more: spinning for that, or waking
+			// up at every nap's end to look, costs several times the transfers themselves.
+			p.ring.wait(ringWaitMax)
+		case idle.IsZero():
+			idle = now
+		case now.Sub(idle) < p.cfg.Spin:
 		case p.rest():
 			idle = time.Time{}
 		}

@@ -172,7 +172,6 @@ func (q *Queue) serve(p *Poller) int {
 	n := 0
 	if !q.draining {
 		n = q.fetch(p)
-		p.fetched += n
 	}
 	return n + q.publish()
 }
