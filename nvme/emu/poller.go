@@ -284,8 +284,8 @@ func (p *Poller) Run() {
 		case n > 0:
 			idle = time.Time{}
 		case inKernel:
-			// The next completion is the next thing to happen, unless an executor rings more: spinning for that, or waking
-			// up at every nap's end to look, costs several times the transfers themselves.
+			// The next completion is the next thing to happen, unless an executor rings more: spinning for that, or
+			// waking up at every nap's end to look, costs several times the transfers themselves.
 			p.ring.wait(ringWaitMax)
 		case idle.IsZero():
 			idle = now
