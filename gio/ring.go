@@ -3,6 +3,7 @@ package gio
 import (
 	"errors"
 	"fmt"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -63,6 +64,7 @@ type Ring struct {
 	prp     prpTable
 	user    []byte // what is left of DMA
 	spins   int    // looks at all lanes before a wait naps
+	procs   int    // GOMAXPROCS
 	scratch scratch
 	regions [RegionsMax + 1]region
 
@@ -102,7 +104,7 @@ func NewRing(c RingConfig) (*Ring, error) {
 		r.lanes = append(r.lanes, l)
 	}
 	r.alive.Store(int32(len(r.lanes)))
-	r.spins = max(spinLeast, spinLooks/len(r.lanes))
+	r.spins, r.procs = max(spinLeast, spinLooks/len(r.lanes)), runtime.GOMAXPROCS(0)
 	return r, nil
 }
 
@@ -333,7 +335,7 @@ func (r *Ring) rest(idle int) {
 	case r.config.Step != nil:
 		r.config.Step()
 	case idle > r.spins:
-		nap()
+		nap(r.procs)
 	case idle%yieldEvery == yieldEvery-1:
 		osYield() // the controller's thread may share this core
 	}
