@@ -30,6 +30,8 @@ const (
 	pinShift        = 8
 	pinOne   uint32 = 1 << pinShift
 	pinsMax  uint32 = 1<<(32-pinShift) - 1
+	// pinsLimit is where everybody's pins end but those of sessions' leases, one for each session.
+	pinsLimit = pinsMax - 2*SessionsMax
 )
 
 func (n *node) pins() uint32        { return n.meta >> pinShift }

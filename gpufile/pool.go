@@ -292,7 +292,7 @@ func (p *Pool) info(slot uint32) FileInfo {
 func (p *Pool) HoldRead(slot uint32, generation uint64, genBits int) (FileInfo, func(), bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !p.holds(slot, generation, genBits) || p.nodes.s[slot].pins() == pinsMax {
+	if !p.holds(slot, generation, genBits) || p.nodes.s[slot].pins() >= pinsLimit {
 		return FileInfo{}, nil, false
 	}
 	info := p.info(slot)

@@ -38,7 +38,7 @@ func (m *Member) ReportBad(p *Pool, slot uint32, generation uint64) (*extentmap.
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !p.holds(slot, generation, 64) || p.nodes.s[slot].pins() == pinsMax {
+	if !p.holds(slot, generation, 64) || p.nodes.s[slot].pins() >= pinsLimit {
 		return nil, fmt.Errorf("%w: slot %d does not hold generation %d (any more)", ErrNotFound, slot, generation)
 	}
 	r := p.m.Record(slot)

@@ -266,26 +266,43 @@ func (r *reservation) position(i int) uint32 {
 	return max(it.Position, 1)
 }
 
-// protect pins what the reservation's own evictions must spare: parents that are there, kept until the outcome, and
-// files that exist already, which it returns.
+// protect pins what the reservation's own evictions must spare: parents that are there, kept until the outcome, and files
+// that exist already, which it returns.
 func (r *reservation) protect() []heldSlot {
 	var exist []heldSlot
 	for i := range r.items {
 		for j, p := range r.g.pools {
-			if f := r.file(i, j); f.status == GrantExists {
+			switch f := r.file(i, j); f.status {
+			case GrantExists:
 				p.pin(f.slot)
 				exist = append(exist, heldSlot{p, f.slot})
-			}
-			if r.parents[i] >= 0 || r.items[i].Parent == (Key{}) {
-				continue
-			}
-			if s := p.index.find(&r.items[i].Parent); s != none {
-				p.pin(s)
-				r.held = append(r.held, heldSlot{p, s})
+			case GrantNew:
+				if s := r.storedParent(i, j); s != none && p.nodes.s[s].pins() < pinsLimit {
+					p.pin(s)
+					r.held = append(r.held, heldSlot{p, s})
+				}
 			}
 		}
 	}
 	return exist
+}
+
+// storedParent is an item's parent in a pool if it is committed and its own tenant's, or none.
+func (r *reservation) storedParent(i, j int) uint32 {
+	if k := r.parents[i]; k >= 0 {
+		if f := r.file(k, j); f.status == GrantExists {
+			return f.slot
+		}
+		return none
+	}
+	parent, p := &r.items[i].Parent, r.g.pools[j]
+	if *parent == (Key{}) {
+		return none
+	}
+	if s := p.index.find(parent); s != none && p.m.RecordTenant(s) == r.tenant {
+		return s
+	}
+	return none
 }
 
 // unprotect ends the pins of existing files, and those of parents if nothing came of the reservation.

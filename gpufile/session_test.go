@@ -331,6 +331,49 @@ func TestDeadlines(t *testing.T) {
 	checkPool(t, p)
 }
 
+// TestParentsAreHeld: what a reservation builds on stays until its outcome, whether it is among its items or not; another
+// tenant's file is not built on, and no number of reservations makes the pins run over.
+func TestParentsAreHeld(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := chainKeys(1, 3)
+	items := chainItems(keys)
+	require.NoError(t, store(t, m, g, 7, items[:1]))
+	slot, _, ok := p.Find(&keys[0])
+	require.True(t, ok)
+	evictable := func() uint64 { return p.Stats().Files - p.Stats().FilesPinned }
+
+	for _, from := range []int{0, 1} {
+		_, err := reserve(t, m, g, 7, 1, items[from:])
+		require.NoError(t, err)
+		n, err := p.EvictCount(1)
+		require.NoError(t, err)
+		require.Zero(t, n, "items from %d", from)
+		require.NoError(t, m.Abort(g, 1))
+		require.EqualValues(t, 1, evictable())
+	}
+	_, err := reserve(t, m, g, 8, 2, []ReserveItem{{Key: testKey(9), Parent: keys[0], Tokens: 1}})
+	require.NoError(t, err)
+	require.EqualValues(t, 1, evictable(), "another tenant's")
+	require.NoError(t, m.Abort(g, 2))
+
+	for p.nodes.s[slot].pins() < pinsLimit {
+		p.pin(slot)
+	}
+	_, err = reserve(t, m, g, 7, 3, items)
+	require.NoError(t, err)
+	require.Equal(t, pinsLimit, p.nodes.s[slot].pins())
+	_, _, ok = p.HoldRead(slot, 0, 0)
+	require.False(t, ok)
+	require.NoError(t, m.Abort(g, 3))
+	for p.nodes.s[slot].pins() > 0 {
+		p.unpin(slot)
+	}
+	checkPool(t, p)
+}
+
 // TestPendingAndParents: two engines, one key; children that are durable before their parent are adopted when it comes.
 func TestPendingAndParents(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
