@@ -260,6 +260,7 @@ func (r *reservation) conclude(err error) {
 		err = fmt.Errorf("%w: %d of %d files were given up", ErrIncomplete, r.dropped, len(r.items))
 	}
 	r.state = reserveDone
+	r.ses.itemsNamed -= len(r.files)
 	r.items, r.parents, r.files, r.need = nil, nil, nil, nil
 	r.ses.remember(r.k)
 	r.ticket.Complete(err)

@@ -10,6 +10,8 @@ import (
 const (
 	// freeBatch bounds the frees of one transaction.
 	freeBatch = 1024
+	// evictBatch bounds the files that are evicted by request in one hold of a pool's mutex: lookups go on in between.
+	evictBatch = 1024
 	// orphanTries bounds how many orphans that cannot go a plan looks at.
 	orphanTries = 64
 )
@@ -261,10 +263,23 @@ func (p *Pool) EvictCount(n int) (int, error) {
 	if n < 0 {
 		return 0, fmt.Errorf("%w: evict %d files", ErrInvalid, n)
 	}
+	evicted := 0
+	for evicted < n {
+		k := p.evictSome(min(n-evicted, evictBatch))
+		if k == 0 {
+			break
+		}
+		evicted += k
+	}
+	return evicted, nil
+}
+
+// evictSome evicts up to n files in one hold of the pool's mutex.
+func (p *Pool) evictSome(n int) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.plan(int(min(uint64(n), p.unpinned())))
 	evicted := p.applyPlan()
 	p.flushFrees()
-	return evicted, nil
+	return evicted
 }

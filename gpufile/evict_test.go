@@ -66,6 +66,25 @@ func TestOwnPrefixIsSpared(t *testing.T) {
 	checkPool(t, p)
 }
 
+// TestEvictMany: an eviction goes on over several holds of the pool's mutex until it has what was asked for.
+func TestEvictMany(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	for chain := range uint64(7) {
+		require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(chain+1, 400))))
+	}
+	n, err := p.EvictCount(2 * evictBatch)
+	require.NoError(t, err)
+	require.Equal(t, 2*evictBatch, n)
+	require.EqualValues(t, 2800-2*evictBatch, p.Stats().Files)
+	n, err = p.EvictCount(1 << 30)
+	require.NoError(t, err)
+	require.Equal(t, 2800-2*evictBatch, n)
+	checkPool(t, p)
+}
+
 // TestGenerations: a slot that is used again has another generation and seed.
 func TestGenerations(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{NoIO: true})

@@ -115,6 +115,10 @@ func (m *Member) Pin(g *Group, tenant uint32, request uint64, keys []Key, grants
 	if len(ses.pins) >= RequestsMax {
 		return 0, fmt.Errorf("%w: the session has %d pins; release some", ErrInvalid, RequestsMax)
 	}
+	if n := ses.pinsNamed; n > 0 && len(keys)*len(g.pools) > PinnedMax-n {
+		return 0, fmt.Errorf("%w: the session's pins name %d files, at most %d are allowed; release some",
+			ErrInvalid, ses.pinsNamed, PinnedMax)
+	}
 	slots := ses.scratchSlots(len(keys) * len(g.pools))
 	n = g.hit(tenant, keys, slots)
 	for _, p := range g.pools {
@@ -133,6 +137,7 @@ func (m *Member) Pin(g *Group, tenant uint32, request uint64, keys []Key, grants
 		ses.pinPool(ps, j, slots[j*len(keys):][:n])
 	}
 	ses.pins[k] = ps
+	ses.pinsNamed += len(ps.slots)
 	ps.fill(grants)
 	return n, nil
 }
@@ -246,4 +251,5 @@ func (ses *session) release(k requestKey, ps *pinset) {
 		p.flushFrees()
 	}
 	delete(ses.pins, k)
+	ses.pinsNamed -= len(ps.slots)
 }

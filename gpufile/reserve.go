@@ -100,6 +100,10 @@ func (m *Member) Reserve(
 	if len(ses.reservations) >= RequestsMax {
 		return 0, fmt.Errorf("%w: the session has %d reservations; commit or abort some", ErrAgain, RequestsMax)
 	}
+	if n := ses.itemsNamed; n > 0 && len(items)*len(g.pools) > ReservedMax-n {
+		return 0, fmt.Errorf("%w: the session's reservations name %d files, at most %d are allowed; commit or abort some",
+			ErrAgain, ses.itemsNamed, ReservedMax)
+	}
 	r, err := newReservation(m, g, k, tenant, items)
 	if err != nil {
 		return 0, err
@@ -110,6 +114,7 @@ func (m *Member) Reserve(
 		return 0, err
 	}
 	ses.reservations[k] = r
+	ses.itemsNamed += len(r.files)
 	r.fill(m, grants)
 	return n, nil
 }

@@ -15,7 +15,11 @@ const (
 	MembersMax  = 1024    // of one session
 	KeysMax     = 1 << 16 // of one peek, pin or reserve
 	RequestsMax = 1 << 16 // pins of one session, and as many reservations
-	doneMax     = 1024    // settled reservations that a session remembers for repeated commits
+	// Files that all pins, and all open reservations of one session name, those that exist already too. One request is
+	// always let in.
+	PinnedMax   = 1 << 22
+	ReservedMax = 1 << 18
+	doneMax     = 1024 // settled reservations that a session remembers for repeated commits
 )
 
 // Token lets another process join a session.
@@ -38,6 +42,8 @@ type session struct {
 	reservations map[requestKey]*reservation
 	done         []requestKey // of settled reservations, the oldest first
 	reserved     int          // slots granted for writing
+	pinsNamed    int          // files that pins name
+	itemsNamed   int          // files that open reservations name
 	scratch      []uint32
 }
 

@@ -331,6 +331,53 @@ func TestDeadlines(t *testing.T) {
 	checkPool(t, p)
 }
 
+// TestNamedFilesAreBounded: neither pins nor reservations of files that exist take memory without end.
+func TestNamedFilesAreBounded(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := chainKeys(1, 4)
+	items := chainItems(keys)
+	require.NoError(t, store(t, m, g, 0, items))
+	require.Zero(t, m.ses.itemsNamed)
+	grants := make([]Grant, 4)
+	pin := func(request uint64, keys []Key) error {
+		_, err := m.Pin(g, 0, request, keys, grants)
+		return err
+	}
+
+	m.ses.pinsNamed = PinnedMax - 6
+	require.NoError(t, pin(1, keys))
+	require.ErrorIs(t, pin(2, keys), ErrInvalid)
+	require.NoError(t, pin(1, keys), "again")
+	require.NoError(t, pin(2, keys[:2]))
+	require.NoError(t, m.Release(g, 1))
+	require.NoError(t, pin(3, keys))
+	require.Equal(t, PinnedMax, m.ses.pinsNamed)
+	require.NoError(t, m.Release(g, 2))
+	require.NoError(t, m.Release(g, 3))
+	require.Equal(t, PinnedMax-6, m.ses.pinsNamed)
+
+	m.ses.itemsNamed = ReservedMax - 6
+	reserve := func(id uint64, items []ReserveItem) error {
+		_, err := m.Reserve(g, 0, id, items, false, grants)
+		return err
+	}
+	require.NoError(t, reserve(1, items))
+	require.ErrorIs(t, reserve(2, items), ErrAgain)
+	require.NoError(t, reserve(1, items), "again")
+	require.NoError(t, reserve(2, items[:2]))
+	ticket, err := m.Commit(g, 1, 0)
+	require.NoError(t, err)
+	w.done(ticket)
+	require.NoError(t, reserve(3, items))
+	require.NoError(t, m.Abort(g, 2))
+	require.NoError(t, m.Abort(g, 3))
+	require.Equal(t, ReservedMax-6, m.ses.itemsNamed)
+	checkPool(t, p)
+}
+
 // TestParentsAreHeld: what a reservation builds on stays until its outcome, whether it is among its items or not; another
 // tenant's file is not built on, and no number of reservations makes the pins run over.
 func TestParentsAreHeld(t *testing.T) {
