@@ -199,8 +199,8 @@ type forgetfulDrive struct{ drive.Drive }
 
 func (forgetfulDrive) Discard(int64, int64) error { return drive.ErrNotSupported }
 
-// TestDeallocatingIsNotWriting: a slot still holds an earlier tenant's bytes where its engine has only deallocated, so it
-// must not be committed and read.
+// TestDeallocatingIsNotWriting: a slot still holds an earlier tenant's bytes where its engine has only deallocated, so
+// it must not be committed and read.
 func TestDeallocatingIsNotWriting(t *testing.T) {
 	drives := memoryDrives(t, 64<<20)
 	for i := range drives {

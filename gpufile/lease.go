@@ -358,8 +358,8 @@ func (m *Member) Authorize(write bool, driveIndex uint16, unit uint64, units uin
 	return a, true
 }
 
-// Complete ends an access; a successful write marks its object written when the whole object was covered. After a failed
-// write, or a deallocation, nobody knows what the object holds: it counts as not written.
+// Complete ends an access; a successful write marks its object written when the whole object was covered. After a
+// failed write, or a deallocation, nobody knows what the object holds: it counts as not written.
 func (m *Member) Complete(a Access, ok bool) {
 	l, _ := a.Ref.(*lease)
 	if l == nil {

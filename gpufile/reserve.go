@@ -271,8 +271,8 @@ func (r *reservation) position(i int) uint32 {
 	return max(it.Position, 1)
 }
 
-// protect pins what the reservation's own evictions must spare: parents that are there, kept until the outcome, and files
-// that exist already, which it returns.
+// protect pins what the reservation's own evictions must spare: parents that are there, kept until the outcome, and
+// files that exist already, which it returns.
 func (r *reservation) protect() []heldSlot {
 	var exist []heldSlot
 	for i := range r.items {

@@ -119,8 +119,8 @@ func TestPinAgainWhileEnding(t *testing.T) {
 	checkPool(t, p)
 }
 
-// TestLateClaim: between a poller's claim of a lease's end and its turn at the session's mutex, the lease may be ended by a
-// verb and used for a slot that is being committed. The claim must not end that one.
+// TestLateClaim: between a poller's claim of a lease's end and its turn at the session's mutex, the lease may be ended
+// by a verb and used for a slot that is being committed. The claim must not end that one.
 func TestLateClaim(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
 	p := w.pool("a", 1, nil)
@@ -378,8 +378,8 @@ func TestNamedFilesAreBounded(t *testing.T) {
 	checkPool(t, p)
 }
 
-// TestParentsAreHeld: what a reservation builds on stays until its outcome, whether it is among its items or not; another
-// tenant's file is not built on, and no number of reservations makes the pins run over.
+// TestParentsAreHeld: what a reservation builds on stays until its outcome, whether it is among its items or not;
+// another tenant's file is not built on, and no number of reservations makes the pins run over.
 func TestParentsAreHeld(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
 	p := w.pool("a", 1, nil)
