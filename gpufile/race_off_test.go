@@ -1,0 +1,5 @@
+//go:build !race
+
+package gpufile
+
+const raceDetector = false
