@@ -157,7 +157,7 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 		handles: map[uint64]*handle{}, members: map[uint32]*member{}, connections: map[*net.UnixConn]struct{}{}}
 	c.scratch.New = func() any { return new(scratch) }
 	for _, d := range info.Drives {
-		dc, err := newController(v.Drive(d.Index), d.Index, o)
+		dc, err := newController(v.Drive(d.Index), d.Index, info.ReadOnly, o)
 		if err != nil {
 			return nil, err
 		}
@@ -186,9 +186,9 @@ func (c *Control) chooseBackends() {
 
 const commandBytes = 2 << 20 // MDTS of the virtual controllers
 
-func newController(d drive.Drive, index uint16, o ControlOptions) (driveController, error) {
+func newController(d drive.Drive, index uint16, readOnly bool, o ControlOptions) (driveController, error) {
 	ctl, err := emu.New(emu.Config{Drive: d, Index: index, MDTS: 9, QueueEntries: ioctl.DepthMax, Queues: 1<<16 - 2,
-		SGL: true, InOrder: o.InOrder, Serial: fmt.Sprintf("tuttifs-%d", index)})
+		SGL: true, ReadOnly: readOnly, InOrder: o.InOrder, Serial: fmt.Sprintf("tuttifs-%d", index)})
 	if err != nil {
 		return driveController{}, fmt.Errorf("daemon: controller of drive %d (%s): %w", index, d.Name(), err)
 	}
