@@ -129,6 +129,7 @@ type Control struct {
 	nextHandle  uint64
 	nextMember  uint32
 	sharedBytes uint64
+	evictions   int // under way
 	connections map[*net.UnixConn]struct{}
 
 	scratch sync.Pool // of *scratch
@@ -195,15 +196,27 @@ func newController(d drive.Drive, index uint16, readOnly bool, o ControlOptions)
 	return driveController{index: index, lbaBytes: d.LBABytes(), controller: ctl}, nil
 }
 
-// background runs f beside the verb that wants it; false after Shutdown has begun.
-func (c *Control) background(f func()) bool {
+// evictionsMax bounds the evictions under way, each of which keeps up to 2 MiB of keys.
+const evictionsMax = 64
+
+// evict runs an eviction beside the verb that wants it.
+func (c *Control) evict(work func()) ioctl.Errno {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closed {
-		return false
+	switch {
+	case c.closed:
+		return ioctl.ESTALE
+	case c.evictions >= evictionsMax:
+		return ioctl.EAGAIN
 	}
-	c.workers.Go(f)
-	return true
+	c.evictions++
+	c.workers.Go(func() {
+		work()
+		c.mu.Lock()
+		c.evictions--
+		c.mu.Unlock()
+	})
+	return 0
 }
 
 // SocketPath is where engines attach.

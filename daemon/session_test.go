@@ -162,6 +162,30 @@ func TestBounds(t *testing.T) {
 	require.ErrorContains(t, err, "pollers")
 }
 
+// TestEvictionsAreBounded: however many tickets all handles have, the keys of evictions take little memory.
+func TestEvictionsAreBounded(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{})
+	p := c.pool(a, "p")
+	under := func(n int) {
+		w.control.mu.Lock()
+		defer w.control.mu.Unlock()
+		w.control.evictions = n
+	}
+	evict := ioctl.Evict{Target: p, Keys: keys(a, 3)}
+	under(evictionsMax)
+	require.Equal(t, ioctl.EAGAIN, issue(c, ioctl.CmdEvict, &evict, ioctl.EvictKeys))
+	under(evictionsMax - 1)
+	require.Zero(t, issue(c, ioctl.CmdEvict, &evict, ioctl.EvictKeys))
+	c.wait(evict.Ticket)
+	require.Eventually(t, func() bool {
+		w.control.mu.Lock()
+		defer w.control.mu.Unlock()
+		return w.control.evictions == evictionsMax-1
+	}, 10*time.Second, time.Millisecond)
+}
+
 func TestSocketDirectoryIsOurs(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "s")
 	require.NoError(t, makeSocketDir(dir, 0o700))

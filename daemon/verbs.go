@@ -688,12 +688,12 @@ func (k *call) Evict(a *ioctl.Evict) ioctl.Errno {
 	if errno != 0 {
 		return errno
 	}
-	if !k.c.background(func() {
+	if errno := k.c.evict(func() {
 		n, err := work()
 		k.h.tickets.finish(id, uint64(n), err)
-	}) {
-		k.h.tickets.finish(id, 0, ioctl.ESTALE)
-		return ioctl.ESTALE
+	}); errno != 0 {
+		k.h.tickets.finish(id, 0, errno)
+		return errno
 	}
 	a.Ticket = id
 	return 0
