@@ -37,6 +37,7 @@ type fakeMount struct {
 	commits    []uint64
 	calls      int
 	bad        error
+	rowsAnswer func(a *ioctl.Rows) // instead of an honest one
 }
 
 const fakeEntry = 100_000
@@ -65,6 +66,10 @@ func (f *fakeMount) Layout(a *ioctl.Layout) error {
 
 func (f *fakeMount) Rows(a *ioctl.Rows) error {
 	f.calls++
+	if f.rowsAnswer != nil {
+		f.rowsAnswer(a)
+		return nil
+	}
 	if f.moving > 0 {
 		if f.moving--; f.moving == 0 {
 			f.generation++
@@ -178,7 +183,7 @@ func (f *fakeMount) Abort(a *ioctl.Abort) error {
 func (f *fakeMount) ReportBad(a *ioctl.ReportBad) error { a.Ticket = 1234; return nil }
 
 // newPool opens a pool on a fake mount with an arena of n bytes.
-func newPool(t *testing.T, n int) (*Pool, *fakeMount, *[]uint64) {
+func newPool(t testing.TB, n int) (*Pool, *fakeMount, *[]uint64) {
 	f := &fakeMount{
 		arena: make([]byte, n), generation: 3, pageRows: 2, room: 1 << 30,
 		present: map[Key]bool{}, pins: map[uint64]int{}, reserved: map[uint64]int{},
@@ -349,4 +354,26 @@ func TestOpenRefusesOtherPaths(t *testing.T) {
 	require.ErrorIs(t, err, ErrNotMount)
 	_, err = Open("/proc/self/nothing/here")
 	require.Error(t, err)
+}
+
+// FuzzRows gives any answer to ROWS: it becomes a map or an error.
+func FuzzRows(f *testing.F) {
+	f.Add(uint32(40), uint32(1), uint32(0), []byte{5, 0, 0, 0, 2, 0, 0, 0, 9})
+	f.Add(uint32(40), uint32(1<<31), uint32(7), []byte{})
+	f.Add(uint32(0), uint32(3), uint32(1), []byte{0xff, 0xff, 0xff, 0xff})
+	f.Fuzz(func(t *testing.T, rowBytes, count, next uint32, b []byte) {
+		p, mount, _ := newPool(t, 4096)
+		asked := 0
+		mount.rowsAnswer = func(a *ioctl.Rows) {
+			copy(mount.bytes(a.Rows), b)
+			a.RowBytes, a.Count, a.Next, a.MapGeneration = rowBytes, count, next, 50
+			if asked++; asked > 1 {
+				a.Next = 0
+			}
+		}
+		mount.word++
+		m := p.Map()
+		require.NotNil(t, m)
+		m.Locate(0, 0)
+	})
 }
