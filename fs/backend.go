@@ -123,6 +123,28 @@ func (b *storeBackend) store(
 	if err != nil {
 		return err
 	}
+	if err := b.fill(m, p, grant, write); err != nil {
+		return err
+	}
+	var ticket *extentmap.Ticket
+	for rank := range p.Map().Layout().Ranks() {
+		if ticket, err = m.Commit(g, reserve, uint16(rank)); err != nil {
+			return err
+		}
+	}
+	<-ticket.Done()
+	return ticket.Err()
+}
+
+// fill writes a slot's objects and trailers. However slow the drives are, nobody else has the slot before they are done.
+func (b *storeBackend) fill(
+	m *gpufile.Member, p *gpufile.Pool, grant gpufile.Grant, write func(FileWriter) error,
+) error {
+	done, err := m.HoldWrite(p, grant.Slot)
+	if err != nil {
+		return err
+	}
+	defer done()
 	w, err := b.payload.CreateFile(p, grant)
 	if err != nil {
 		return err
@@ -134,17 +156,7 @@ func (b *storeBackend) store(
 	if err := w.Finish(); err != nil {
 		return err
 	}
-	if err := m.MarkWritten(p, grant.Slot); err != nil {
-		return err
-	}
-	var ticket *extentmap.Ticket
-	for rank := range p.Map().Layout().Ranks() {
-		if ticket, err = m.Commit(g, reserve, uint16(rank)); err != nil {
-			return err
-		}
-	}
-	<-ticket.Done()
-	return ticket.Err()
+	return m.MarkWritten(p, grant.Slot)
 }
 
 // reserveOne leases one slot, waiting while space is being freed.

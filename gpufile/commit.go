@@ -3,6 +3,7 @@ package gpufile
 import (
 	"errors"
 	"fmt"
+	"sync"
 
 	"tuttifs/extentmap"
 	"tuttifs/extentmap/ondisk"
@@ -296,6 +297,21 @@ func (ses *session) abort(r *reservation, reason error) {
 	r.dropped = 0
 	r.conclude(reason)
 	delete(ses.reservations, r.k)
+}
+
+// HoldWrite keeps a reserved slot from anybody else while the daemon itself writes it: a reservation that times out
+// meanwhile gives it back only when done is called. That is before Commit, which gives up what is still being written.
+func (m *Member) HoldWrite(p *Pool, slot uint32) (done func(), err error) {
+	if err := m.lock(); err != nil {
+		return nil, err
+	}
+	defer m.ses.mu.Unlock()
+	l := m.ses.leases.get(leaseKey(p.m.ID(), slot))
+	if l == nil || !l.enter(leaseWrite) {
+		return nil, fmt.Errorf("%w: slot %d of pool %q is not reserved", ErrLease, slot, p.Name())
+	}
+	var once sync.Once
+	return func() { once.Do(func() { l.leave(m.ses) }) }, nil
 }
 
 // MarkWritten marks all objects of a reserved slot as written (the daemon itself wrote them for the mount, or NoIO).

@@ -421,6 +421,39 @@ func TestParentsAreHeld(t *testing.T) {
 	checkPool(t, p)
 }
 
+// TestHoldWrite: a slot that the daemon itself is writing outlives the time-out of its reservation.
+func TestHoldWrite(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{ReserveTimeout: time.Minute})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	items := chainItems(chainKeys(1, 1))
+	grants, err := reserve(t, m, g, 0, 1, items)
+	require.NoError(t, err)
+	done, err := m.HoldWrite(p, grants[0].Slot)
+	require.NoError(t, err)
+	m.ses.sweep(w.clock.Add(2 * time.Minute))
+	require.EqualValues(t, 1, p.Stats().FilesReserved)
+	require.ErrorIs(t, m.MarkWritten(p, grants[0].Slot), ErrLease)
+	_, err = m.HoldWrite(p, grants[0].Slot)
+	require.ErrorIs(t, err, ErrLease)
+	done()
+	done()
+	require.Zero(t, p.Stats().FilesReserved)
+	checkPool(t, p)
+
+	grants, err = reserve(t, m, g, 0, 2, items)
+	require.NoError(t, err)
+	done, err = m.HoldWrite(p, grants[0].Slot)
+	require.NoError(t, err)
+	require.NoError(t, m.MarkWritten(p, grants[0].Slot))
+	done()
+	ticket, err := m.Commit(g, 2, 0)
+	require.NoError(t, err)
+	w.done(ticket)
+	checkPool(t, p)
+}
+
 // TestPendingAndParents: two engines, one key; children that are durable before their parent are adopted when it comes.
 func TestPendingAndParents(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
