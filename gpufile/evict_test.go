@@ -387,7 +387,8 @@ func TestNothingEvictable(t *testing.T) {
 	}
 }
 
-// TestUndoneEvictionLeavesTheOrder: a reservation that finds too few victims puts those that it found back in their places.
+// TestUndoneEvictionLeavesTheOrder: a reservation that finds too few victims puts those that it found back in their
+// places.
 func TestUndoneEvictionLeavesTheOrder(t *testing.T) {
 	for _, policy := range Policies {
 		w := newWorld(t, 2, 64*mib, Options{NoIO: true, Policy: policy})

@@ -747,8 +747,8 @@ func TestManyReservations(t *testing.T) {
 	checkPool(t, p)
 }
 
-// TestRacesOfPools: families and single pools on a volume too small for them, rows moving between pools. Nothing deadlocks, and
-// everything adds up afterwards.
+// TestRacesOfPools: families and single pools on a volume too small for them, rows moving between pools. Nothing
+// deadlocks, and everything adds up afterwards.
 func TestRacesOfPools(t *testing.T) {
 	w := newWorld(t, 2, 6*mib, Options{NoIO: true, Now: time.Now})
 	a := w.pool("a", 1, func(s *extentmap.PoolSpec) { s.Family = "f" })

@@ -142,7 +142,7 @@ func (r *benchRig) timed(write bool, ctxs []gio.IOCTX, object int, d time.Durati
 	mine := threadClock()
 	begin, process := time.Now(), cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID)
 	thread, poller := cpuTime(mine), cpuTime(r.clock)
-	n, err := r.stream(write, ctxs, fileBatch, func() bool { return time.Since(begin) < d })
+	n, err := r.stream(write, ctxs, fileBatch, lasting(begin, d))
 	seconds := time.Since(begin).Seconds()
 	cost.cpu = cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID) - process - (cpuTime(mine) - thread)
 	cost.poller = cpuTime(r.clock) - poller

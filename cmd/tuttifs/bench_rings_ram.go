@@ -94,7 +94,7 @@ func (o *benchRingsOptions) emptyRound(drives []drive.Drive, stepped bool) (rate
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	begin := time.Now()
-	n, err := r.stream(true, ctxs, gio.BatchMax, func() bool { return time.Since(begin) < o.period/4 })
+	n, err := r.stream(true, ctxs, gio.BatchMax, lasting(begin, o.period/4))
 	return float64(n) / time.Since(begin).Seconds(), err
 }
 
@@ -236,6 +236,16 @@ func (w *ramWork) close() {
 	}
 }
 
+// lasting says yes until d has passed since begin, but once in any case: a thread that was late has a figure too.
+func lasting(begin time.Time, d time.Duration) func() bool {
+	begun := false
+	return func() bool {
+		first := !begun
+		begun = true
+		return first || time.Since(begin) < d
+	}
+}
+
 // run starts workers together and returns the bytes a second of all.
 func (w *ramWork) run(workers []func(more func() bool) (int, error)) (float64, error) {
 	var wg sync.WaitGroup
@@ -243,13 +253,12 @@ func (w *ramWork) run(workers []func(more func() bool) (int, error)) (float64, e
 	counts := make([]int, len(workers))
 	start := make(chan struct{})
 	var begin time.Time
-	more := func() bool { return time.Since(begin) < w.seconds }
 	for i, f := range workers {
 		wg.Go(func() {
 			runtime.LockOSThread()
 			defer runtime.UnlockOSThread()
 			<-start
-			counts[i], errs[i] = f(more)
+			counts[i], errs[i] = f(lasting(begin, w.seconds))
 		})
 	}
 	begin = time.Now()
