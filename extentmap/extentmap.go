@@ -30,8 +30,10 @@ import (
 )
 
 var (
-	ErrMissing     = errors.New("extentmap: a member drive is missing")
-	ErrForeign     = errors.New("extentmap: not a drive of this volume")
+	ErrMissing = errors.New("extentmap: a member drive is missing")
+	ErrForeign = errors.New("extentmap: not a drive of this volume")
+	// ErrOpen: the drive's file cannot be opened, whatever is on it.
+	ErrOpen        = errors.New("extentmap: cannot open a drive")
 	ErrDuplicate   = errors.New("extentmap: two copies of one drive")
 	ErrStale       = errors.New("extentmap: drive is older than the volume")
 	ErrNewerFormat = errors.New("extentmap: format not understood by this version")

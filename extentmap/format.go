@@ -68,7 +68,7 @@ func Plan(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 		return nil, err
 	}
 	if !o.Force {
-		for i, d := range drives {
+		for _, d := range drives {
 			what, err := findSignature(d)
 			if err != nil {
 				return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive",
@@ -76,7 +76,7 @@ func Plan(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 			}
 			if what != "" {
 				return nil, &DriveError{Err: ErrSignature, Name: d.Name(), Index: -1,
-					Advice: fmt.Sprintf("argument %d holds %s; use --force to overwrite it", i+1, what)}
+					Advice: fmt.Sprintf("it holds %s; use --force to overwrite it", what)}
 			}
 		}
 	}

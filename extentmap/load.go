@@ -31,14 +31,14 @@ func (v *Volume) load(list []candidate) error {
 	a := applier{v: v, catalog: true}
 	v.applyMu.Lock()
 	defer v.applyMu.Unlock()
-	stream, err := v.readCatalog(super)
+	stream, damaged, err := v.readCatalog(super)
 	if err != nil {
 		return err
 	}
 	if err := ondisk.VisitEntries(stream, &a); err != nil {
 		return fmt.Errorf("%w: catalog: %w", ErrCorrupt, err)
 	}
-	v.catDirty = false
+	v.catDirty = damaged
 	v.loadTables(a.loaded)
 	if err := v.replay(super); err != nil {
 		return err
@@ -75,14 +75,14 @@ func (v *Volume) readSuperblock() (*ondisk.Superblock, error) {
 	return best, nil
 }
 
-// readCatalog reads the catalog's stream, each block from whichever drive has it right.
-func (v *Volume) readCatalog(super *ondisk.Superblock) ([]byte, error) {
+// readCatalog reads the catalog's stream, each block from whichever drive has it right. damaged says that some drive has
+// not: the next checkpoint writes the catalog anew.
+func (v *Volume) readCatalog(super *ondisk.Superblock) (stream []byte, damaged bool, err error) {
 	if uint64(super.CatalogBlocks) > v.members[0].region.CatalogBlocks {
-		return nil, fmt.Errorf("%w: superblock names a catalog of %d blocks; an area has %d",
+		return nil, false, fmt.Errorf("%w: superblock names a catalog of %d blocks; an area has %d",
 			ErrCorrupt, super.CatalogBlocks, v.members[0].region.CatalogBlocks)
 	}
 	first := v.catalogUnit(super.CatalogArea)
-	var stream []byte
 	copies := make([][]byte, len(v.metadata))
 	for i, m := range v.metadata {
 		b := make([]byte, int(super.CatalogBlocks)*ondisk.BlockBytes)
@@ -95,23 +95,30 @@ func (v *Volume) readCatalog(super *ondisk.Superblock) ([]byte, error) {
 		err := fmt.Errorf("%w: unreadable", ErrCorrupt)
 		for _, c := range copies {
 			if c == nil {
+				damaged = true
 				continue
 			}
 			b := c[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
-			if payload, err = ondisk.OpenCatalog(b, first, i, v.tag, super.CatalogSeq); err == nil {
-				break
+			p, openErr := ondisk.OpenCatalog(b, first, i, v.tag, super.CatalogSeq)
+			switch {
+			case openErr == nil:
+				payload, err = p, nil
+			case payload == nil:
+				damaged, err = true, openErr
+			default:
+				damaged = true
 			}
 		}
 		if err != nil {
-			return nil, fmt.Errorf("%w: catalog block %d on no metadata drive: %w; run tuttifs fsck", ErrCorrupt,
+			return nil, false, fmt.Errorf("%w: catalog block %d on no metadata drive: %w; run tuttifs fsck", ErrCorrupt,
 				i, err)
 		}
 		stream = append(stream, payload...)
 	}
 	if uint64(len(stream)) != super.CatalogBytes || ondisk.CRC(stream) != super.CatalogCRC {
-		return nil, fmt.Errorf("%w: catalog does not match the superblock; run tuttifs fsck", ErrCorrupt)
+		return nil, false, fmt.Errorf("%w: catalog does not match the superblock; run tuttifs fsck", ErrCorrupt)
 	}
-	return stream, nil
+	return stream, damaged, nil
 }
 
 // loadTables reads the record tables of the catalog's rows, in parallel, straight to where they stay.

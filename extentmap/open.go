@@ -90,15 +90,16 @@ func Open(paths []string, o Options) (*Volume, error) {
 }
 
 func openError(path string, err error) error {
-	e := &DriveError{Err: ErrForeign, Name: path, Index: -1, Cause: err, Advice: "cannot be opened"}
+	e := &DriveError{Err: ErrOpen, Name: path, Index: -1, Cause: err}
 	switch {
 	case errors.Is(err, drive.ErrBusy):
-		e.Err, e.Advice = ErrBusy, "another process has it mounted; unmount it there first"
+		e.Err, e.Cause = ErrBusy, nil
+		e.Advice = "another process has it mounted, checks it or claims it; unmount it there first"
 		if l := peekLabel(path); l != nil {
 			e.Index, e.UUID = int(l.Index), l.Drive
 		}
 	case errors.Is(err, fs.ErrNotExist):
-		e.Err, e.Advice = ErrMissing, "no such file or device"
+		e.Err, e.Cause, e.Advice = ErrMissing, nil, "no such file or device"
 	}
 	return e
 }

@@ -144,7 +144,7 @@ func TestRefusals(t *testing.T) {
 		},
 		"a directory": {
 			damage: func(_ *testing.T, dir string, _ []string) []string { return []string{dir} },
-			err:    extentmap.ErrForeign, names: []string{"neither a regular file nor a block device"},
+			err:    extentmap.ErrOpen, names: []string{"neither a regular file nor a block device"},
 		},
 		"duplicate": {
 			damage: func(t *testing.T, dir string, p []string) []string {

@@ -58,7 +58,7 @@ func (c *checker) checkCatalog() error {
 func (c *checker) readCatalog(m *member, first uint64, payloads [][]byte) error {
 	b := drive.AlignedBuffer(min(readBlocks, len(payloads)) * ondisk.BlockBytes)
 	defer drive.FreeBuffer(b)
-	const advice = "another copy is whole; add or change a pool or tenant, or mount and unmount, to write it anew"
+	const advice = "another copy is whole; the next mount writes it anew"
 	for at := 0; at < len(payloads); at += readBlocks {
 		if err := c.ctx.Err(); err != nil {
 			return err

@@ -119,7 +119,8 @@ func find(paths []string) ([]string, error) {
 	return all, nil
 }
 
-// peek reads a drive's label without a lock, to learn whose it is; nil if it has none.
+// peek reads a drive's label without a lock, to learn whose it is; nil if it has none. Of a newer format's label that
+// much can be read.
 func peek(path string) *ondisk.Label {
 	d, err := drive.Open(path, drive.Options{ReadOnly: true, NoLock: true, Buffered: true})
 	if err != nil {
@@ -127,8 +128,8 @@ func peek(path string) *ondisk.Label {
 	}
 	defer d.Close()
 	for _, unit := range []uint64{0, units(d) - 1} {
-		if l := readLabelCopy(d, unit); l.err == nil {
-			return l.label
+		if l := readLabelCopy(d, unit).label; l != nil {
+			return l
 		}
 	}
 	return nil

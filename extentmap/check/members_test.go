@@ -9,7 +9,10 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/drive"
+	"tuttifs/extentmap"
 	"tuttifs/extentmap/check"
+	"tuttifs/extentmap/maptest"
+	"tuttifs/extentmap/ondisk"
 )
 
 // imageFiles writes the images to files of a new directory, with something else beside them.
@@ -59,4 +62,41 @@ func TestOpenBusy(t *testing.T) {
 	require.Equal(t, paths[1:2], m.Busy)
 	requireClean(t, m.Drives, check.Options{})
 	require.NoError(t, m.Close())
+}
+
+// A drive that only a newer version understands is named, and not reported as missing.
+func TestOpenFindsNewerMember(t *testing.T) {
+	paths := imageFiles(t)
+	image, err := os.ReadFile(paths[1])
+	require.NoError(t, err)
+	l := label(t, image)
+	for _, unit := range []uint64{0, l.Units - 1} {
+		l.Version, l.Unit = ondisk.Version+1, unit
+		l.Encode(unitOf(image, unit))
+	}
+	require.NoError(t, os.WriteFile(paths[1], image, 0o600))
+	m, err := check.Open(paths[:1], false)
+	require.NoError(t, err)
+	defer m.Close()
+	_, _, err = run(t, m.Drives, check.Options{})
+	require.ErrorIs(t, err, check.ErrNewer)
+	require.ErrorContains(t, err, paths[1])
+}
+
+// What fsck says the next mounts write anew is whole after them.
+func TestMountsWriteDamagedCopiesAnew(t *testing.T) {
+	images := usedImages(t)
+	l, s := label(t, images[1]), newest(t, images[1])
+	flip(unitOf(images[1], l.Region.CatalogUnit+uint64(s.CatalogArea)*l.Region.CatalogBlocks))
+	flip(unitOf(images[1], s.Unit))
+	set := maptest.FromImages(images)
+	_, list, err := run(t, set.Drives(), check.Options{})
+	require.NoError(t, err)
+	require.Len(t, list.of(check.Error), 2, "%v", list)
+	for range 2 {
+		v, err := extentmap.OpenDrives(set.Drives(), extentmap.Options{})
+		require.NoError(t, err)
+		require.NoError(t, v.Close())
+	}
+	requireClean(t, set.Drives(), check.Options{Data: true})
 }

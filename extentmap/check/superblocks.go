@@ -67,7 +67,7 @@ func (c *checker) checkSlot(s *slotState) {
 	if (newest^s.unit^c.label.Region.SuperblockUnit)&1 != 0 {
 		want-- // the other slot
 	}
-	const advice = "another copy is whole; mount and unmount the volume to write it"
+	const advice = "another copy is whole; the second next mount at the latest writes it anew"
 	absent := s.super != nil || s.empty // in its place is something older, or nothing yet
 	switch {
 	case s.super != nil && s.super.Sequence == want:
