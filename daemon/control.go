@@ -29,7 +29,7 @@ type ControlOptions struct {
 	Shared bool
 
 	MaxSessions int // sessions alive at once, 256
-	MaxMembers  int // processes in all sessions, 1024
+	MaxMembers  int // processes in all sessions, 1024, fewer with more than four pollers each
 	MaxHandles  int // open control handles, 65536
 	MaxPools    int // pools that POOL_OPEN may lead to, 1024
 	Tickets     int // outstanding tickets of one handle, a power of two, 1024
@@ -47,9 +47,14 @@ type ControlOptions struct {
 	Logf func(format string, args ...any) // nil is silent
 }
 
+// pollersMax bounds the polling threads of all processes: of the ten thousand threads that the Go runtime allows, most
+// are for what blocks.
+const pollersMax = 4096
+
 func (o *ControlOptions) setDefaults() {
 	o.MaxSessions = cmp.Or(o.MaxSessions, 256)
-	o.MaxMembers = cmp.Or(o.MaxMembers, 1024)
+	o.Pollers = cmp.Or(o.Pollers, 1)
+	o.MaxMembers = cmp.Or(o.MaxMembers, min(1024, pollersMax/max(o.Pollers, 1)))
 	o.MaxHandles = cmp.Or(o.MaxHandles, 65536)
 	o.MaxPools = cmp.Or(o.MaxPools, 1024)
 	o.Tickets = cmp.Or(o.Tickets, 1024)
@@ -58,7 +63,6 @@ func (o *ControlOptions) setDefaults() {
 	if o.SharedBytesMax == 0 {
 		o.SharedBytesMax = machineBytes() / 2
 	}
-	o.Pollers = cmp.Or(o.Pollers, 1)
 	o.QuiesceTimeout = cmp.Or(o.QuiesceTimeout, 5*time.Second)
 	if o.Logf == nil {
 		o.Logf = func(string, ...any) {}
@@ -84,6 +88,10 @@ func (o *ControlOptions) validate() error {
 	}
 	if o.Pollers < 1 || o.Pollers > ioctl.LanesMax {
 		errs = append(errs, fmt.Errorf("daemon: pollers a process: %d is not of 1..%d", o.Pollers, ioctl.LanesMax))
+	}
+	if o.MaxMembers < 1 || o.MaxMembers*o.Pollers > pollersMax {
+		errs = append(errs, fmt.Errorf("daemon: %d processes with %d pollers each are more than %d threads", o.MaxMembers,
+			o.Pollers, pollersMax))
 	}
 	return errors.Join(errs...)
 }

@@ -18,6 +18,11 @@ import (
 // checksumAlgorithm is the number of the payload checksum in the format.
 const checksumAlgorithm = 1
 
+// transfers bounds the reads and writes of the mount's own readers and writers that are on their way: each takes a
+// thread, programs that use the mount decide how many there are, and the Go runtime ends a process that has ten
+// thousand.
+var transfers = make(chan struct{}, 1024)
+
 // errDamaged: bytes on a drive are not what was stored.
 var errDamaged = errors.New("daemon: checksum mismatch")
 
@@ -101,6 +106,8 @@ func (f *file) read(object uint16, buf []byte) error {
 	case int64(cap(buf)) >= room:
 		buf = buf[:room]
 	}
+	transfers <- struct{}{}
+	defer func() { <-transfers }()
 	return d.ReadAt(buf, off)
 }
 
@@ -119,6 +126,8 @@ func (f *file) write(object uint16, payload []byte) error {
 		copy(padded, payload)
 		payload = padded
 	}
+	transfers <- struct{}{}
+	defer func() { <-transfers }()
 	return d.WriteAt(payload, off)
 }
 

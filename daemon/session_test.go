@@ -160,6 +160,12 @@ func TestBounds(t *testing.T) {
 	require.ErrorContains(t, err, "power of two")
 	_, err = NewControl(w.store, ControlOptions{Pollers: 1000, SocketDir: socketDir(t)})
 	require.ErrorContains(t, err, "pollers")
+	_, err = NewControl(w.store, ControlOptions{MaxMembers: 1025, Pollers: 4, SocketDir: socketDir(t)})
+	require.ErrorContains(t, err, "threads")
+	o := ControlOptions{Pollers: 64}
+	o.setDefaults()
+	require.NoError(t, o.validate())
+	require.Equal(t, 64, o.MaxMembers)
 }
 
 // TestEvictionsAreBounded: however many tickets all handles have, the keys of evictions take little memory.

@@ -16,6 +16,10 @@ import (
 // workersMax is how many commands of one poller block in system calls at a time.
 const workersMax = 16
 
+// blocking bounds the commands of all pollers together that are in system calls. Each takes a thread, executors decide
+// how many there are, and the Go runtime ends a process that has ten thousand.
+var blocking = make(chan struct{}, 2048)
+
 // iovMax is the kernel's limit of segments of one system call (UIO_MAXIOV).
 const iovMax = 1024
 
@@ -91,7 +95,10 @@ func (w *workers) run() {
 		w.queued--
 		w.mu.Unlock()
 
+		enter := blocking
+		enter <- struct{}{}
 		c.status = c.serveBlocking(&bounce)
+		<-enter
 		for {
 			c.next = w.done.Load()
 			if w.done.CompareAndSwap(c.next, c) {
