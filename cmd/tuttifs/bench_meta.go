@@ -68,7 +68,7 @@ func newBenchMeta() *command {
 	o := &benchMetaOptions{}
 	f := newFlags("bench meta")
 	f.Uint32Var(&o.files, "files", 10_000_000, "number of GPU files")
-	f.StringVar(&o.dir, "dir", os.TempDir(), "directory for the four sparse drive files, removed afterwards")
+	f.StringVar(&o.dir, "dir", os.TempDir(), "directory `DIR` for the four sparse drive files, removed afterwards")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
 		name: "bench meta", synopsis: "[FLAGS]", summary: "measure memory, mount time and lookups at scale",

@@ -28,7 +28,7 @@ type benchRingsOptions struct {
 func newBenchRings() *command {
 	o := &benchRingsOptions{size: 1 << 30}
 	f := newFlags("bench rings")
-	f.StringVar(&o.dir, "dir", "", "directory for the temporary drive files (default: that of the system)")
+	f.StringVar(&o.dir, "dir", "", "directory `DIR` for the temporary drive files (default: that of the system)")
 	f.Var(&o.size, "size", "bytes of all drives together, and of the engine's memory with RAM-backed drives")
 	f.IntVar(&o.threads, "threads", 0, "threads with RAM-backed drives (default: 1, and one a core)")
 	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
@@ -49,8 +49,9 @@ controller serves, without a mount. Three parts:
 Comparisons run in alternating pairs, and the median of the pairs' ratios counts. The controller's CPU time is that of
 the process without the executor's thread; where both sides share a thread it is that thread's. Part three needs fio
 (Debian's package is called fio) and is left out without it.`,
-		example: `  tuttifs bench rings
-  tuttifs bench rings --quick --dir /mnt/nvme --json`,
+		example: `
+tuttifs bench rings
+tuttifs bench rings --quick --dir /mnt/nvme --json`,
 		run: func(ctx context.Context, e *env, _ []string) error { return o.run(ctx, e) },
 	}
 }

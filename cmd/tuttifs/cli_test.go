@@ -268,6 +268,21 @@ func TestMkfsLeavesNothingOfAFailure(t *testing.T) {
 	require.NoFileExists(t, filepath.Join(dir, "d0"))
 }
 
+// A size that an existing file does not have, and a promise that the filesystem cannot keep, are told.
+func TestMkfsWarns(t *testing.T) {
+	dir := t.TempDir()
+	d0 := filepath.Join(dir, "d0")
+	tuttifs(t, "mkfs", "-q", "--size", "16m", d0)
+	r := execAs(t, "tuttifs", "mkfs", "-f", "--size", "64m", d0)
+	require.Zero(t, r.code, r.stderr)
+	require.Contains(t, r.stderr, "d0 exists and keeps its 16.0 MiB")
+	r = execAs(t, "tuttifs", "mkfs", "--size", "8t", filepath.Join(dir, "d1"))
+	if r.code != 0 {
+		t.Skipf("no file of 8 TiB here: %s", r.stderr)
+	}
+	require.Contains(t, r.stderr, "storing fails when that is full")
+}
+
 func TestMkfsRefusesWhatIsKnown(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "ext4")
 	image := make([]byte, 64<<20)
@@ -334,7 +349,9 @@ func TestWholeWay(t *testing.T) {
 	chain := decode[struct{ Chain []chainBlock }](t, tuttifs(t, "prefixes", "--json", dir, pool, tips[0])).Chain
 	require.NotEmpty(t, chain)
 	require.Equal(t, tips[0], chain[len(chain)-1].Key)
-	require.Equal(t, "0", chain[0].Position)
+	require.Zero(t, chain[0].Position)
+	require.NotNil(t, chain[0].Tokens)
+	require.EqualValues(t, traceBlockTokens, *chain[0].Tokens)
 
 	// The file shows the bytes that were stored, object after object.
 	kv, err := (&replayOptions{model: "llama3-8b", scale: 1024}).kv()
@@ -373,7 +390,8 @@ func TestWholeWay(t *testing.T) {
 	require.Len(t, decode[struct{ Chain []chainBlock }](t, tuttifs(t, "prefixes", "--json", dir, pool, tips[0])).Chain,
 		len(chain))
 	require.Equal(t, "1 files evicted\n", tuttifs(t, "evict", dir, pool, tips[0]))
-	refused(t, 1, "no such pool or block", "prefixes", dir, pool, tips[0])
+	refused(t, 1, "has no block", "prefixes", dir, pool, tips[0])
+	refused(t, 1, "has no pool", "prefixes", dir, "other")
 	refused(t, 1, "has no pool", "evict", dir, "nopool", "--all")
 	tuttifs(t, "evict", dir, pool, "--all")
 	require.Empty(t, tuttifs(t, "ls", dir, pool))

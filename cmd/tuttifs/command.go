@@ -88,7 +88,7 @@ func runMain(ctx context.Context, e *env, argv []string) int {
 		c, rest = newMount(), args
 	}
 	if c == nil {
-		return unknownCommand(e, args[0])
+		return unknownCommand(e, args)
 	}
 	e.prog = "tuttifs " + c.name
 	return runCommand(ctx, e, c, rest)
@@ -107,12 +107,17 @@ func findCommand(args []string) (*command, []string) {
 }
 
 // unknownCommand says so, or names the members if it is a group.
-func unknownCommand(e *env, word string) int {
+func unknownCommand(e *env, args []string) int {
+	word := args[0]
 	var members []string
 	for _, mk := range commands {
 		if name := mk().name; strings.HasPrefix(name, word+" ") {
 			members = append(members, "'tuttifs "+name+"'")
 		}
+	}
+	if members != nil && len(args) > 1 && (args[1] == "-h" || args[1] == "--help") {
+		e.printf("%s; each has --help\n", strings.Join(members, ", "))
+		return 0
 	}
 	if members != nil {
 		fmt.Fprintf(e.stderr, "tuttifs: %q is one of %s\n", word, strings.Join(members, ", "))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	"tuttifs/drive"
 	"tuttifs/extentmap"
@@ -101,8 +102,8 @@ func (o *fsckOptions) run(ctx context.Context, e *env, args []string) (err error
 			err = closeErr
 		}
 	}()
-	for _, path := range members.Busy {
-		e.warnf("%s is in use: what is found may be due to changes made meanwhile", path)
+	if len(members.Busy) > 0 {
+		e.warnf("in use: %s: what is found may be due to changes made meanwhile", strings.Join(members.Busy, ", "))
 	}
 	r := &fsckReport{o: o, e: e, busy: len(members.Busy) > 0}
 	progress := func(p check.Pass, done, total uint64) {

@@ -27,7 +27,12 @@ func newFsckProgress(e *env, fd int) (*fsckProgress, error) {
 	case fd == 0:
 		p.draw = true
 	case fd > 0:
-		if _, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err != nil {
+		// Descriptors that were handed to this process survive exec; those that do not are its own.
+		flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0)
+		if err == nil && flags&unix.FD_CLOEXEC != 0 {
+			err = unix.EBADF
+		}
+		if err != nil {
 			return nil, usagef("-C %d: %v", fd, err)
 		}
 		p.fd = fd

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
 	"tuttifs/extentmap"
@@ -137,8 +138,7 @@ func TestFsckBusy(t *testing.T) {
 	}
 	code, stdout, stderr := runInProcess(t, "tuttifs", "fsck", "-n", paths[1])
 	require.Zero(t, code, stdout)
-	require.Contains(t, stderr, paths[0]+" is in use")
-	require.Contains(t, stderr, paths[1]+" is in use")
+	require.Contains(t, stderr, "in use: "+paths[1]+", "+paths[0]+": what is found")
 	require.Contains(t, stdout, "consistent, not unmounted")
 	overwrite(t, paths[0], 4<<20-4096)
 	code, stdout, _ = runInProcess(t, "tuttifs", "fsck", "-n", paths[1])
@@ -154,7 +154,12 @@ func TestFsckProgress(t *testing.T) {
 	r, w, err := os.Pipe()
 	require.NoError(t, err)
 	defer r.Close()
-	code, _, stderr := runInProcess(t, "tuttifs", "fsck", "-n", "-C"+strconv.Itoa(int(w.Fd())), paths[0])
+	code, _, stderr := runInProcess(t, "tuttifs", "fsck", "-n", "-C", strconv.Itoa(int(w.Fd())), paths[0])
+	require.Equal(t, 16, code, "a descriptor of this process's own")
+	require.Contains(t, stderr, "bad file descriptor")
+	_, err = unix.FcntlInt(w.Fd(), unix.F_SETFD, 0) // as if it had been inherited
+	require.NoError(t, err)
+	code, _, stderr = runInProcess(t, "tuttifs", "fsck", "-n", "-C"+strconv.Itoa(int(w.Fd())), paths[0])
 	require.Zero(t, code)
 	require.Empty(t, stderr)
 	require.NoError(t, w.Close())

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 
 	"tuttifs/daemon"
@@ -48,6 +50,9 @@ func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
 	if len(args) == 1 && isMount(args[0]) {
 		doc, err = mountInfo(args[0])
 	} else {
+		if st, statErr := os.Stat(args[0]); statErr == nil && st.IsDir() {
+			return fmt.Errorf("%s is a directory and no tuttifs mount: mount the volume, or name one of its drives", args[0])
+		}
 		doc, err = driveInfo(args)
 	}
 	if err != nil {
@@ -61,7 +66,11 @@ func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
 }
 
 func mountInfo(dir string) (*infoDocument, error) {
-	doc := &infoDocument{Mount: dir}
+	abs, err := filepath.Abs(dir)
+	if err != nil {
+		return nil, err
+	}
+	doc := &infoDocument{Mount: abs}
 	var drives daemon.DrivesDocument
 	var stats daemon.StatsDocument
 	for name, v := range map[string]any{"volume": &doc.VolumeDocument, "drives": &drives, "stats": &stats} {
@@ -77,7 +86,7 @@ func mountInfo(dir string) (*infoDocument, error) {
 func driveInfo(paths []string) (doc *infoDocument, err error) {
 	v, err := extentmap.Open(paths, extentmap.Options{ReadOnly: true})
 	if errors.Is(err, drive.ErrBusy) || errors.Is(err, extentmap.ErrBusy) {
-		return nil, fmt.Errorf("the volume is in use: ask its mount point instead: %w", err)
+		return nil, fmt.Errorf("%w; or ask its mount point instead", err)
 	}
 	if err != nil {
 		return nil, err
@@ -123,7 +132,7 @@ func (d *infoDocument) print(e *env) {
 		d.Space.Files)
 	w.Flush()
 	e.printf("\n")
-	fmt.Fprintf(w, "DRIVE\tNAME\tKIND\tSIZE\tBLOCKS\tI/O\tFREE\tERRORS\n")
+	fmt.Fprintf(w, "DRIVE\tNAME\tKIND\tSIZE\tBLOCKS\tI/O\tNOT IN POOLS\tERRORS\n")
 	for _, dr := range d.Drives {
 		mode := "buffered"
 		if dr.Direct {

@@ -19,14 +19,14 @@ import (
 
 type lsOptions struct {
 	json  bool
-	limit int
+	limit uint
 }
 
 func newLs() *command {
 	o := &lsOptions{}
 	f := newFlags("ls")
 	f.BoolVar(&o.json, "json", false, "print as JSON; files as one object a line")
-	f.IntVar(&o.limit, "limit", 0, "list at most so many files (default all)")
+	f.UintVar(&o.limit, "limit", 0, "list at most so many files (default all)")
 	return &command{
 		name: "ls", synopsis: "[FLAGS] MOUNT [POOL]", summary: "list pools, or a pool's files, with sizes",
 		exits: &plainExits, flags: f,
@@ -97,7 +97,7 @@ var errEnough = errors.New("enough")
 func (o *lsOptions) files(ctx context.Context, e *env, mount, pool string) error {
 	root := filepath.Join(mount, pool, "blocks")
 	out := bufio.NewWriter(e.stdout)
-	enc, n := json.NewEncoder(out), 0
+	enc, n := json.NewEncoder(out), uint(0)
 	err := walkFiles(ctx, root, func(f lsFile) error {
 		if n++; o.limit > 0 && n > o.limit {
 			return errEnough

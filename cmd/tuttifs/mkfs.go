@@ -10,6 +10,8 @@ import (
 	"slices"
 	"strings"
 
+	"golang.org/x/sys/unix"
+
 	"tuttifs/daemon"
 	"tuttifs/drive"
 	"tuttifs/extentmap"
@@ -94,6 +96,9 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 	if err != nil {
 		return err
 	}
+	if !o.quiet {
+		o.warn(e, drives, made)
+	}
 	switch {
 	case o.quiet:
 	case o.json:
@@ -102,6 +107,48 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 		printPlan(e, plan, o.dryRun)
 	}
 	return nil
+}
+
+// warn tells what --size did not do: files that exist keep their size, and files that are made hold no space.
+func (o *mkfsOptions) warn(e *env, drives []drive.Drive, made []string) {
+	isMade := func(d drive.Drive) bool { return slices.Contains(made, d.Name()) }
+	want := int64(o.size) &^ (drive.UnitBytes - 1)
+	for _, d := range drives {
+		if d.Kind() == drive.File && want != 0 && d.Size() != want && !isMade(d) {
+			e.warnf("%s exists and keeps its %s: --size is for files that do not exist", d.Name(),
+				humanBytes(uint64(d.Size())))
+		}
+	}
+	for _, s := range sparseSpace(drives, isMade) {
+		if s.promised > s.free {
+			e.warnf("the files made beside %s are sparse, of %s together, and only %s are free there: storing fails when "+
+				"that is full", s.beside, humanBytes(s.promised), humanBytes(s.free))
+		}
+	}
+}
+
+// fileSpace is what drive files on one filesystem may grow to, and what is free there.
+type fileSpace struct {
+	device         uint64
+	beside         string
+	promised, free uint64
+}
+
+func sparseSpace(drives []drive.Drive, isMade func(drive.Drive) bool) (list []fileSpace) {
+	for _, d := range drives {
+		var st unix.Stat_t
+		var fs unix.Statfs_t
+		if !isMade(d) || unix.Fstat(d.Fd(), &st) != nil || unix.Fstatfs(d.Fd(), &fs) != nil {
+			continue
+		}
+		i := slices.IndexFunc(list, func(s fileSpace) bool { return s.device == st.Dev })
+		if i < 0 {
+			i = len(list)
+			list = append(list, fileSpace{device: st.Dev, beside: d.Name(), free: fs.Bavail * uint64(fs.Bsize)})
+		}
+		list[i].promised += uint64(d.Size())
+	}
+	return list
 }
 
 // openDrives opens all, making missing files first (in memory only for a dry run). It returns what it opened and made

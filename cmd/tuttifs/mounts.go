@@ -58,11 +58,32 @@ func findMount(dir string) (mountEntry, bool) {
 	return mountEntry{}, false
 }
 
-// refuseMounted reports a block device that some filesystem is mounted from, or swap lies on.
+// refuseLoop reports a regular file that a loop device shows: whatever uses the device would be overwritten.
+func refuseLoop(path string) error {
+	file, err := os.Stat(path)
+	if err != nil || !file.Mode().IsRegular() {
+		return nil
+	}
+	backings, _ := filepath.Glob("/sys/block/loop*/loop/backing_file") // the pattern is well formed
+	for _, b := range backings {
+		name, err := os.ReadFile(b)
+		if err != nil {
+			continue // detached meanwhile
+		}
+		if other, err := os.Stat(strings.TrimSuffix(string(name), "\n")); err == nil && os.SameFile(file, other) {
+			device := "/dev/" + filepath.Base(filepath.Dir(filepath.Dir(b)))
+			return fmt.Errorf("%s is the file behind %s: name that, or detach it with losetup -d %s", path, device, device)
+		}
+	}
+	return nil
+}
+
+// refuseMounted reports a block device that some filesystem is mounted from, or swap lies on, and the file behind a
+// loop device.
 func refuseMounted(path string) error {
 	var want unix.Stat_t
 	if err := unix.Stat(path, &want); err != nil || want.Mode&unix.S_IFMT != unix.S_IFBLK {
-		return nil
+		return refuseLoop(path)
 	}
 	same := func(p string) bool {
 		var st unix.Stat_t

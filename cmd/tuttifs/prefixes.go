@@ -9,20 +9,24 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"tuttifs/daemon"
 )
 
 type prefixesOptions struct {
 	json  bool
-	limit int
+	limit uint
 }
 
 func newPrefixes() *command {
 	o := &prefixesOptions{}
 	f := newFlags("prefixes")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
-	f.IntVar(&o.limit, "limit", 0, "list at most so many tips (default all)")
+	f.UintVar(&o.limit, "limit", 0, "list at most so many tips (default all)")
 	return &command{
 		name: "prefixes", synopsis: "[FLAGS] MOUNT POOL [KEY]", summary: "list the tips of prefix chains, or one chain",
 		exits: &plainExits,
@@ -38,9 +42,9 @@ tuttifs prefixes /mnt/kv replay-llama3-8b 9f86d081884c7d659a2feaa0c55ad015a3bf4f
 }
 
 type chainBlock struct {
-	Key      string `json:"key"`
-	Tokens   string `json:"tokens,omitempty"`
-	Position string `json:"position,omitempty"`
+	Key      string  `json:"key"`
+	Tokens   *uint64 `json:"tokens,omitempty"` // nil on a mount without extended attributes
+	Position uint64  `json:"position"`
 }
 
 func (o *prefixesOptions) run(ctx context.Context, e *env, args []string) error {
@@ -54,10 +58,16 @@ func (o *prefixesOptions) run(ctx context.Context, e *env, args []string) error 
 	} else {
 		err = o.tips(ctx, e, root)
 	}
-	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("no such pool or block: %w", err)
+	if !errors.Is(err, fs.ErrNotExist) {
+		return err
 	}
-	return err
+	if err := readStatus(args[0], "version", &daemon.VersionDocument{}); err != nil {
+		return err
+	}
+	if _, poolErr := os.Stat(root); poolErr != nil {
+		return fmt.Errorf("%s has no pool %q: 'tuttifs ls %s' lists them", args[0], args[1], args[0])
+	}
+	return fmt.Errorf("pool %s has no block %s", args[1], args[2])
 }
 
 func (o *prefixesOptions) tips(ctx context.Context, e *env, root string) error {
@@ -68,7 +78,7 @@ func (o *prefixesOptions) tips(ctx context.Context, e *env, root string) error {
 	defer d.Close()
 	tips := []string{}
 	out := bufio.NewWriter(e.stdout)
-	for n := 0; ; {
+	for n := uint(0); ; {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
@@ -119,7 +129,15 @@ func (o *prefixesOptions) chain(e *env, root, key string) error {
 		if err != nil {
 			return err
 		}
-		blocks = append(blocks, chainBlock{filepath.Base(target), xattr(path, "tokens"), xattr(path, "position")})
+		block := chainBlock{Key: filepath.Base(target)}
+		position, _, _ := strings.Cut(link, "_")
+		if block.Position, err = strconv.ParseUint(position, 10, 64); err != nil {
+			return fmt.Errorf("%s: not a link of a chain: %w", path, err)
+		}
+		if tokens, err := strconv.ParseUint(xattr(path, "tokens"), 10, 64); err == nil {
+			block.Tokens = &tokens
+		}
+		blocks = append(blocks, block)
 	}
 	if o.json {
 		return printJSON(e.stdout, struct {
@@ -129,7 +147,11 @@ func (o *prefixesOptions) chain(e *env, root, key string) error {
 	}
 	w := table(e.stdout)
 	for _, b := range blocks {
-		fmt.Fprintf(w, "%s\t%s\t%s tokens\n", orDash(b.Position), b.Key, orDash(b.Tokens))
+		tokens := "-"
+		if b.Tokens != nil {
+			tokens = strconv.FormatUint(*b.Tokens, 10)
+		}
+		fmt.Fprintf(w, "%d\t%s\t%s tokens\n", b.Position, b.Key, tokens)
 	}
 	return w.Flush()
 }

@@ -41,7 +41,7 @@ func parseTraceLine(line []byte) (r traceRequest, err error) {
 		HashIDs      *[]uint64 `json:"hash_ids"`
 	}
 	if err := json.Unmarshal(line, &in); err != nil {
-		return r, err
+		return r, traceJSONError(err)
 	}
 	switch {
 	case in.Timestamp == nil:
@@ -61,6 +61,20 @@ func parseTraceLine(line []byte) (r traceRequest, err error) {
 			traceBlockTokens)
 	}
 	return traceRequest{*in.Timestamp, *in.InputLength, in.OutputLength, *in.HashIDs}, nil
+}
+
+// traceJSONError says in the format's words what JSON's decoder did not like.
+func traceJSONError(err error) error {
+	var kind *json.UnmarshalTypeError
+	if !errors.As(err, &kind) {
+		return fmt.Errorf("not a JSON object: %w", err)
+	}
+	wants := map[string]string{"timestamp": "a number of milliseconds", "input_length": "a number of tokens",
+		"output_length": "a number of tokens", "hash_ids": "a list of numbers that are not negative"}
+	if want := wants[kind.Field]; want != "" {
+		return fmt.Errorf("%s is %s here, and must be %s", kind.Field, kind.Value, want)
+	}
+	return fmt.Errorf("not an object but a JSON %s", kind.Value)
 }
 
 // readTrace decodes a trace of at most limit requests (0: all). Timestamps must not decrease. Errors name the line.

@@ -17,16 +17,18 @@ func TestParseTraceLine(t *testing.T) {
 	require.EqualValues(t, 188, r.tokens(1))
 
 	for line, says := range map[string]string{
-		``:                                     "unexpected end",
-		`7`:                                    "cannot unmarshal",
-		`{"input_length": 1, "hash_ids": [1]}`: "timestamp is missing",
-		`{"timestamp": 1, "hash_ids": [1]}`:    "input_length is missing",
-		`{"timestamp": 1, "input_length": 1}`:  "hash_ids is missing",
-		`{"timestamp": 1, "input_length": -1, "hash_ids": [1]}`:                 "cannot unmarshal",
+		``:  "unexpected end",
+		`7`: "not an object but a JSON number",
+		`{"timestamp": "x", "input_length": 512, "hash_ids": [1]}`: "must be a number of milliseconds",
+		`[1]`:                                                                   "not an object but a JSON array",
+		`{"input_length": 1, "hash_ids": [1]}`:                                  "timestamp is missing",
+		`{"timestamp": 1, "hash_ids": [1]}`:                                     "input_length is missing",
+		`{"timestamp": 1, "input_length": 1}`:                                   "hash_ids is missing",
+		`{"timestamp": 1, "input_length": -1, "hash_ids": [1]}`:                 "input_length is number -1 here, and must be",
 		`{"timestamp": -1, "input_length": 1, "hash_ids": [1]}`:                 "not a time",
 		`{"timestamp": 1, "input_length": 513, "hash_ids": [1]}`:                "1 hash_ids for 513 tokens",
 		`{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2]}`:             "2 hash_ids for 512 tokens",
-		`{"timestamp": 1, "input_length": 512, "hash_ids": [-1]}`:               "cannot unmarshal",
+		`{"timestamp": 1, "input_length": 512, "hash_ids": [-1]}`:               "hash_ids is number -1 here, and must be",
 		`{"timestamp": 1, "input_length": 18446744073709551615, "hash_ids":[]}`: "blocks in one request",
 	} {
 		_, err := parseTraceLine([]byte(line))
