@@ -75,8 +75,8 @@ func (v *Volume) readSuperblock() (*ondisk.Superblock, error) {
 	return best, nil
 }
 
-// readCatalog reads the catalog's stream, each block from whichever drive has it right. damaged says that some drive has
-// not: the next checkpoint writes the catalog anew.
+// readCatalog reads the catalog's stream, each block from whichever drive has it right. damaged says that some drive
+// has not: the next checkpoint writes the catalog anew.
 func (v *Volume) readCatalog(super *ondisk.Superblock) (stream []byte, damaged bool, err error) {
 	if uint64(super.CatalogBlocks) > v.members[0].region.CatalogBlocks {
 		return nil, false, fmt.Errorf("%w: superblock names a catalog of %d blocks; an area has %d",

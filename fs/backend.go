@@ -136,7 +136,8 @@ func (b *storeBackend) store(
 	return ticket.Err()
 }
 
-// fill writes a slot's objects and trailers. However slow the drives are, nobody else has the slot before they are done.
+// fill writes a slot's objects and trailers. However slow the drives are, nobody else has the slot before they are
+// done.
 func (b *storeBackend) fill(
 	m *gpufile.Member, p *gpufile.Pool, grant gpufile.Grant, write func(FileWriter) error,
 ) error {

@@ -227,8 +227,8 @@ func TestRingConfigIsChecked(t *testing.T) {
 	}
 }
 
-// FuzzCompletions lets a controller write anything into its completion queue: every IOCTX has one outcome, nothing hangs,
-// and the lane serves an honest controller afterwards.
+// FuzzCompletions lets a controller write anything into its completion queue: every IOCTX has one outcome, nothing
+// hangs, and the lane serves an honest controller afterwards.
 func FuzzCompletions(f *testing.F) {
 	f.Add([]byte{0, 0, 1, 0, 2, 0})
 	f.Add([]byte{0, 0, 0, 0, 1, 0, 2, 0})

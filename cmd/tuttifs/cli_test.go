@@ -56,7 +56,7 @@ func builtBinary(t *testing.T) string {
 		if built.dir, built.err = os.MkdirTemp("", "tuttifs-cli-test"); built.err != nil {
 			return
 		}
-		cmd := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(built.dir, "tuttifs"), ".")
+		cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", filepath.Join(built.dir, "tuttifs"), ".")
 		cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
 		if out, err := cmd.CombinedOutput(); err != nil {
 			built.err = fmt.Errorf("%w: %s", err, out)
@@ -403,7 +403,7 @@ func TestWholeWay(t *testing.T) {
 func TestReplayGeometries(t *testing.T) {
 	paths := formatted(t, 3, "512m")
 	dir := mounted(t, paths[0], "-o", "pollers=2")
-	trace := smallTrace(t, 12)
+	trace := smallTrace(t, 6)
 	for name, flags := range map[string]string{
 		"ranks":   "--model llama3-70b --scale 4096 --ranks 2",
 		"split":   "--model qwen3-32b --scale 2048 --split --ranks 4",
@@ -571,7 +571,7 @@ func TestUmountByOthers(t *testing.T) {
 func TestFullVolumeEvicts(t *testing.T) {
 	paths := formatted(t, 1, "64m")
 	dir := mounted(t, paths[0], "-o", "policy=s3fifo")
-	trace := smallTrace(t, 200)
+	trace := smallTrace(t, 120)
 	doc := replayed(t, trace, dir)
 	require.Zero(t, doc.VerifyFailures)
 	require.Positive(t, doc.Evictions)
