@@ -125,7 +125,7 @@ func ring(t *testing.T, a *ioctl.Attachment, lane, d int, tail uint32, e nvme.SQ
 	q.SQ[tail] = e
 	atomic.AddUint32(a.Word(ioctl.ArmedWord), 1)
 	atomic.StoreUint32(q.SQTail, tail+1)
-	if atomic.SwapUint32(a.Word(ioctl.WakeWord), 0) == 1 {
+	if atomic.SwapUint32(a.Word(ioctl.WakeWord), 0) != 0 {
 		ioctl.FutexWake(a.Word(ioctl.WakeWord))
 	}
 	return q

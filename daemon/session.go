@@ -343,8 +343,8 @@ func (m *member) block(lane, d int) []byte {
 
 // startPollers starts the threads that serve the member's queues. The caller holds setup.
 func (m *member) startPollers() error {
-	for range min(m.c.o.Pollers, len(m.lanes)) {
-		p, err := emu.NewPoller(emu.PollerConfig{Backend: m.c.o.Backend,
+	for i := range min(m.c.o.Pollers, len(m.lanes)) {
+		p, err := emu.NewPoller(emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i),
 			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)})
 		if err != nil {
 			return fmt.Errorf("daemon: poller: %w", err)

@@ -7,18 +7,20 @@ import (
 	"unsafe"
 )
 
-// A poller that finds nothing to do stores 1 in its wake word, looks at everything once more, and sleeps on the word
-// for as long as it is 1. An executor that has work makes it visible first (armed count, doorbell) and then calls Wake.
-// Either the poller's second look sees the work, or the executor sees the 1: no wake-up is lost. The words lie in
-// memory shared by processes, so the futexes are not private.
+// A poller that finds nothing to do stores its number in its wake word, looks at everything once more, and sleeps on
+// the word for as long as it holds that. An executor that has work makes it visible first (armed count, doorbell) and
+// then calls Wake. Either the poller's second look sees the work, or the executor sees the number: no wake-up is lost.
+// Pollers that share a word have numbers of their own: a 0 that one has not seen yet must not look to it as if nothing
+// had happened when another one goes to sleep. The words lie in memory shared by processes, so the futexes are not
+// private.
 const (
 	futexWait = 0
 	futexWake = 1
 )
 
-// Wake wakes the poller that sleeps on word, if it does; otherwise it costs one atomic exchange and no system call.
+// Wake wakes the pollers that sleep on word, if any does; otherwise it costs one atomic exchange and no system call.
 func Wake(word *uint32) {
-	if atomic.SwapUint32(word, 0) == 1 {
+	if atomic.SwapUint32(word, 0) != 0 {
 		FutexWake(word)
 	}
 }

@@ -92,6 +92,33 @@ func TestBackendsMoveTheSameBytes(t *testing.T) {
 	}
 }
 
+// A poller that has looked for the last time before its sleep hears of work that comes then, also when another poller
+// of the same word announces its own sleep at once.
+func TestWakeUpBetweenPollers(t *testing.T) {
+	shared := words(mmapTest(t, PageBytes))
+	armed := (*uint32)(unsafe.Pointer(&shared[0]))
+	wake := (*uint32)(unsafe.Pointer(&shared[8]))
+	p, err := NewPoller(PollerConfig{Armed: armed, Wake: wake, Number: 0})
+	require.NoError(t, err)
+	t.Cleanup(p.Stop)
+	p.extra = func() int {
+		atomic.AddUint32(armed, 1)
+		nvme.Wake(wake)
+		atomic.StoreUint32(wake, 2) // the poller of number 1
+		return 0
+	}
+	woken := make(chan bool)
+	go func() { woken <- p.rest() }()
+	select {
+	case more := <-woken:
+		require.True(t, more)
+	case <-time.After(10 * time.Second):
+		p.kick()
+		<-woken
+		t.Fatal("a wake-up was lost")
+	}
+}
+
 // The executor rings whenever the poller is just falling asleep, napping or awake: every command completes, or a
 // wake-up was lost.
 func TestNoWakeUpIsLost(t *testing.T) {

@@ -35,9 +35,11 @@ type PollerConfig struct {
 	// Armed is a count in shared memory that the executor raises before it rings and lowers when its work is done.
 	// While it is not zero the poller naps at most 50 us; at zero it sleeps on Wake.
 	Armed *uint32
-	// Wake is a futex word in shared memory: the poller stores 1 and sleeps; the executor, after raising Armed, swaps
-	// in 0 and wakes if it was 1 (nvme.Wake). Without it the poller never sleeps but naps.
+	// Wake is a futex word in shared memory: the poller stores a number and sleeps; the executor, after raising Armed,
+	// swaps in 0 and wakes if it was another (nvme.Wake). Without it the poller never sleeps but naps.
 	Wake *uint32
+	// Number tells the pollers apart that share Wake: 0 and up.
+	Number uint32
 	// Spin before napping; 0 means 20 us.
 	Spin time.Duration
 }
@@ -318,13 +320,15 @@ func (p *Poller) rest() bool {
 	if !armed {
 		nap = 0 // until somebody wakes us
 	}
-	// The word is never taken back: several pollers may share it, and 1 with nobody asleep costs the executor one call.
-	atomic.StoreUint32(wake, 1)
+	// The word is never taken back: several pollers may share it, and a number with nobody asleep costs the executor one
+	// call.
+	number := p.cfg.Number + 1
+	atomic.StoreUint32(wake, number)
 	if p.armed() != armed || p.Step() > 0 || p.stop.Load() {
 		return true
 	}
-	nvme.FutexWait(wake, 1, nap)
-	return atomic.LoadUint32(wake) == 0
+	nvme.FutexWait(wake, number, nap)
+	return atomic.LoadUint32(wake) != number
 }
 
 func (p *Poller) armed() bool { return p.cfg.Armed != nil && atomic.LoadUint32(p.cfg.Armed) != 0 }
