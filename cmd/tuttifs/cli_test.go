@@ -571,7 +571,7 @@ func TestUmountByOthers(t *testing.T) {
 func TestFullVolumeEvicts(t *testing.T) {
 	paths := formatted(t, 1, "64m")
 	dir := mounted(t, paths[0], "-o", "policy=s3fifo")
-	trace := smallTrace(t, 120)
+	trace := smallTrace(t, 200)
 	doc := replayed(t, trace, dir)
 	require.Zero(t, doc.VerifyFailures)
 	require.Positive(t, doc.Evictions)
