@@ -85,8 +85,7 @@ func (p *Pool) orphanVictim() (uint32, bool) {
 // the others' files without a change to the order; because that walk is long where others own most, it takes a little
 // more than asked when the tenant is large.
 func (p *Pool) planTenant(tenant uint32, n int) int {
-	t := p.tenant(tenant)
-	want := n + int(t.slots/256)
+	want := n + int(p.tenantSlots(tenant)/256)
 	taken := 0
 	visit := func(s uint32) bool {
 		if p.evictable(s) && p.m.RecordTenant(s) == tenant {

@@ -214,6 +214,15 @@ func TestTenants(t *testing.T) {
 	_, err = reserve(t, m, g, 7, 103, chainItems(chainKeys(6, 11)))
 	require.ErrorIs(t, err, ErrQuota, "what was there before counts")
 
+	// Numbers that have nothing take no memory.
+	for tenant := range uint32(100) {
+		_, err = reserve(t, m, g, 1000+tenant, 200, chainItems(chainKeys(7, 1)))
+		require.NoError(t, err)
+		require.NoError(t, m.Abort(g, 200))
+	}
+	require.Len(t, p.tenants, 2)
+	require.Len(t, w.s.tenants, 2)
+
 	// A child of another tenant's file is no child: it neither holds the file nor hangs on it.
 	require.NoError(t, store(t, m, g, 9, []ReserveItem{{Key: testKey(55), Parent: theirs[7], Tokens: 1}}))
 	require.Equal(t, 1, p.orphans.n)

@@ -203,7 +203,7 @@ func (ps *pinset) same(keys []Key) bool {
 func (ps *pinset) fill(grants []Grant) {
 	width := len(ps.g.pools)
 	for j, p := range ps.g.pools {
-		seed := p.tenant(ps.tenant).seed
+		seed := p.tenantSeed(ps.tenant)
 		for i := range ps.n {
 			s := ps.slots[i*width+j]
 			if s == none {

@@ -53,10 +53,10 @@ type counters struct {
 	evicted, doomed, bad         atomic.Uint64
 }
 
-// tenantUse is a tenant's part of a pool.
+// tenantUse is a tenant's part of a pool, for as long as it has one: tenants are numbers of the engines' choosing.
 type tenantUse struct {
 	slots uint64 // committed and reserved
-	bytes *atomic.Int64
+	total *tenantTotal
 	seed  checksum.PoolSeed
 }
 
@@ -120,27 +120,37 @@ func (p *Pool) close() {
 	p.files, p.reserved, p.doomed, p.pinned, p.toFree = 0, 0, 0, 0, nil
 }
 
-// tenant returns a tenant's use, making it as needed; the mutex is held for writing.
-func (p *Pool) tenant(id uint32) *tenantUse {
-	t := p.tenants[id]
+// charge counts slots that a tenant takes or gives back; the mutex is held for writing.
+func (p *Pool) charge(tenant uint32, slots int64) {
+	t := p.tenants[tenant]
 	if t == nil {
-		t = &tenantUse{bytes: p.s.tenantBytes(id), seed: checksum.NewPoolSeed(p.digest, id)}
-		p.tenants[id] = t
+		t = &tenantUse{total: p.s.joinTenant(tenant), seed: checksum.NewPoolSeed(p.digest, tenant)}
+		p.tenants[tenant] = t
 	}
-	return t
+	t.slots += uint64(slots)
+	t.total.bytes.Add(slots * int64(p.m.SlotBytes()))
+	if t.slots == 0 {
+		delete(p.tenants, tenant)
+		p.s.leaveTenant(tenant)
+	}
 }
 
-func (p *Pool) charge(tenant uint32, slots int64) {
-	t := p.tenant(tenant)
-	t.slots += uint64(slots)
-	t.bytes.Add(slots * int64(p.m.SlotBytes()))
+func (p *Pool) tenantSlots(tenant uint32) uint64 {
+	if t := p.tenants[tenant]; t != nil {
+		return t.slots
+	}
+	return 0
+}
+
+func (p *Pool) tenantSeed(tenant uint32) checksum.PoolSeed {
+	if t := p.tenants[tenant]; t != nil {
+		return t.seed
+	}
+	return checksum.NewPoolSeed(p.digest, tenant)
 }
 
 func (p *Pool) seed(tenant uint32, key *Key, nonce, generation uint64) checksum.Seed {
-	if t := p.tenants[tenant]; t != nil {
-		return t.seed.Seed(key, nonce, generation)
-	}
-	return checksum.NewPoolSeed(p.digest, tenant).Seed(key, nonce, generation)
+	return p.tenantSeed(tenant).Seed(key, nonce, generation)
 }
 
 // Seed is what a file's checksums are made with.

@@ -386,7 +386,7 @@ func (r *reservation) planQuota() (cut int, err error) {
 		over += int64(r.need[j]) * int64(p.m.SlotBytes())
 		item += int64(p.m.SlotBytes())
 	}
-	over += r.ses.s.tenantBytes(r.tenant).Load()
+	over += r.ses.s.tenantBytes(r.tenant)
 	for _, p := range r.g.pools {
 		if over > 0 {
 			size := int64(p.m.SlotBytes())
@@ -514,7 +514,7 @@ func (r *reservation) fill(m *Member, grants []Grant) {
 		g := Grant{Slot: none, Status: f.status, Tokens: it.Tokens}
 		if f.status == GrantNew {
 			g.Slot, g.Generation = f.slot, f.generation
-			g.Seed = p.tenant(r.tenant).seed.Seed(&it.Key, f.nonce, f.generation)
+			g.Seed = p.seed(r.tenant, &it.Key, f.nonce, f.generation)
 			if m != r.members[0] {
 				g.Status = GrantJoined
 			}

@@ -40,8 +40,10 @@ type Store struct {
 
 	opening sync.Mutex // one OpenPool at a time; before any other mutex
 	set     atomic.Pointer[poolSet]
-	tenants sync.Map   // uint32 to *atomic.Int64: bytes of committed and reserved slots
 	quotaMu sync.Mutex // after the pools' mutexes
+
+	tenantsMu sync.Mutex // a leaf
+	tenants   map[uint32]*tenantTotal
 
 	mu          sync.Mutex // last of all
 	closed      bool
@@ -79,6 +81,7 @@ func Open(v *extentmap.Volume, o Options) (*Store, error) {
 	s := &Store{
 		v: v, o: o, now: o.Now, readOnly: v.Info().ReadOnly,
 		sessions: make(map[uint32]*session),
+		tenants:  make(map[uint32]*tenantTotal),
 		reports:  make(chan report, reportsMax),
 		wishes:   make(chan wish, 1),
 		wake:     make(chan struct{}, 1),
@@ -291,12 +294,43 @@ func (s *Store) openExisting(spec *extentmap.PoolSpec) (*Pool, *extentmap.Ticket
 	return p, t, nil
 }
 
-func (s *Store) tenantBytes(id uint32) *atomic.Int64 {
-	if v, ok := s.tenants.Load(id); ok {
-		return v.(*atomic.Int64)
+// tenantTotal is what a tenant has in all pools, for as long as it has something.
+type tenantTotal struct {
+	bytes atomic.Int64 // of committed and reserved slots
+	pools int          // that count into it; Store.tenantsMu
+}
+
+// joinTenant makes a pool count into a tenant's total, until leaveTenant.
+func (s *Store) joinTenant(id uint32) *tenantTotal {
+	s.tenantsMu.Lock()
+	defer s.tenantsMu.Unlock()
+	t := s.tenants[id]
+	if t == nil {
+		t = new(tenantTotal)
+		s.tenants[id] = t
 	}
-	v, _ := s.tenants.LoadOrStore(id, new(atomic.Int64))
-	return v.(*atomic.Int64)
+	t.pools++
+	return t
+}
+
+func (s *Store) leaveTenant(id uint32) {
+	s.tenantsMu.Lock()
+	defer s.tenantsMu.Unlock()
+	if t := s.tenants[id]; t.pools > 1 {
+		t.pools--
+	} else {
+		delete(s.tenants, id)
+	}
+}
+
+// tenantBytes is what a tenant has in all pools.
+func (s *Store) tenantBytes(id uint32) int64 {
+	s.tenantsMu.Lock()
+	defer s.tenantsMu.Unlock()
+	if t := s.tenants[id]; t != nil {
+		return t.bytes.Load()
+	}
+	return 0
 }
 
 // quotaBytes is a tenant's quota, 0 for none.
