@@ -44,7 +44,8 @@ install: build
 	for n in $(LINKS); do ln -sf tuttifs $(DESTDIR)$(PREFIX)/sbin/$$n; done
 	install -d $(DESTDIR)$(HELPERS)
 	for n in $(LINKS); do ln -sf $(PREFIX)/sbin/tuttifs $(DESTDIR)$(HELPERS)/$$n; done
-	install -D -m 0644 scripts/tuttifs@.service $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
+	install -d $(DESTDIR)$(PREFIX)/lib/systemd/system
+	sed 's,/usr/local/,$(PREFIX)/,' scripts/tuttifs@.service >$(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
 	for m in docs/man/*.8; do install -D -m 0644 $$m $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
 
 uninstall:

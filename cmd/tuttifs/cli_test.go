@@ -372,7 +372,7 @@ func TestWholeWay(t *testing.T) {
 	}
 
 	// A second mount of the same volume is refused by name, and mkfs as well.
-	refused(t, 32, "use", "mount", paths[0], mountPoint(t))
+	refused(t, 32, "part of the volume that is mounted on "+dir, "mount", paths[0], mountPoint(t))
 	refused(t, 1, "use", "mkfs", "-f", paths[0])
 
 	// Everything survives a remount through the names of mount(8).
@@ -568,6 +568,38 @@ func TestUmountByOthers(t *testing.T) {
 	require.Equal(t, 1, execAs(t, "tuttifs", "replay", trace, dir).code, "a read-only volume takes no pool")
 }
 
+// umount(8) does not wait for the daemon, so that mount does; a volume that stays mounted is refused and its mount named.
+func TestMountAgain(t *testing.T) {
+	paths := formatted(t, 2, "64m")
+	dir := mounted(t, paths[0])
+	for range 3 {
+		require.NoError(t, unix.Unmount(dir, 0))
+		mountOn(t, paths[0], dir)
+	}
+	refused(t, 32, paths[1]+" is part of the volume that is mounted on "+dir, "mount", paths[1], t.TempDir())
+	refused(t, 1, "unmount it, and mount with the new ones", "mount", paths[0], dir, "-o", "remount,ro")
+	comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", daemonPID(t, dir)))
+	require.NoError(t, err)
+	require.Equal(t, "tuttifs\n", string(comm))
+}
+
+// A drive file whose filesystem is full ends a mount without a clean label, and umount says so.
+func TestUmountTellsOfAFailure(t *testing.T) {
+	dir := mountPoint(t)
+	small := t.TempDir()
+	require.NoError(t, unix.Mount("tmpfs", small, "tmpfs", 0, "size=12m"))
+	defer func() { require.NoError(t, unix.Unmount(small, 0)) }()
+	drive := filepath.Join(small, "d0")
+	tuttifs(t, "mkfs", "-q", "--size", "64m", drive)
+	mountOn(t, drive, dir)
+	refused(t, 1, "storing", "replay", smallTrace(t, 50), dir, "--scale", "256")
+	refused(t, 1, "the daemon could not finish writing", "umount", dir)
+	refused(t, 32, "make room there, or mount with -o ro", "mount", drive, dir)
+	mountOn(t, drive, dir, "-o", "ro")
+	tuttifs(t, "umount", dir)
+	tuttifs(t, "fsck", "-n", "--data", drive)
+}
+
 func TestFullVolumeEvicts(t *testing.T) {
 	paths := formatted(t, 1, "64m")
 	dir := mounted(t, paths[0], "-o", "policy=s3fifo")
@@ -651,8 +683,21 @@ func TestVolumeByLabel(t *testing.T) {
 	require.Zero(t, r.code, r.stderr)
 	uuid := decode[infoDocument](t, tuttifs(t, "info", "--json", dir)).UUID
 	tuttifs(t, "umount", dir)
+	r = execAs(t, "mount.fuse.tuttifs", "by-label", dir, "-o", "search="+search+",sockets="+filepath.Dir(dir))
+	require.Zero(t, r.code, r.stderr)
+	tuttifs(t, "umount", dir)
 	r = execAs(t, "tuttifs", "UUID="+uuid, dir, "-o", "search="+search+",sockets="+filepath.Dir(dir))
 	require.Zero(t, r.code, r.stderr)
+}
+
+func TestSearchFindsMembers(t *testing.T) {
+	paths := formatted(t, 2, "64m")
+	dir, elsewhere := mountPoint(t), filepath.Join(t.TempDir(), "d1")
+	require.NoError(t, os.Rename(paths[1], elsewhere))
+	defer func() { require.NoError(t, os.Rename(elsewhere, paths[1])) }()
+	refused(t, 32, "missing", "mount", paths[0], dir)
+	mountOn(t, paths[0], dir, "-o", "search="+filepath.Dir(elsewhere)+",search="+filepath.Dir(paths[0]))
+	tuttifs(t, "umount", dir)
 }
 
 func TestMetadataOnlyReplay(t *testing.T) {

@@ -7,6 +7,7 @@ import (
 	"io"
 	"log/slog"
 	"log/syslog"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -14,10 +15,12 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
+	"tuttifs/extentmap"
 )
 
 type mountOptions struct {
@@ -46,7 +49,7 @@ func newMount() *command {
 		"append the daemon's log to this `FILE` (default: syslog; standard error with --foreground)")
 	f.BoolVar(&o.foreground, "foreground", false, "do not become a daemon")
 	f.BoolVarP(&o.sloppy, "sloppy", "s", false, "ignore unknown mount options")
-	f.BoolVarP(&o.fake, "fake", "f", false, "check everything but do not mount")
+	f.BoolVarP(&o.fake, "fake", "f", false, "check the arguments but do not mount")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "log more")
 	f.StringVarP(&o.fsType, "types", "t", "", "for mount(8): the `TYPE`, fuse.tuttifs or tuttifs")
 	f.StringVarP(&o.namespace, "namespace", "N", "",
@@ -57,15 +60,16 @@ func newMount() *command {
 		long: `
 Mounts the volume that SPEC names on DIR and returns when it is usable; the daemon goes on in the
 background until the mount is gone or it gets SIGTERM. SPEC is a drive of the volume, UUID=...,
-LABEL=..., or none with -o volume=LABEL; the volume's other drives are found in the same directory,
-or name them all.
+LABEL=..., a label or UUID alone, or none with -o volume=LABEL. The volume's other drives are found
+in the same directory and in those of -o search; or name them all. Drives that are just being let go
+by another process are waited for, for a few seconds.
 
 OPTIONS (-o)
 ` + mountOptionsHelp(),
 		example: `
 tuttifs mount /dev/nvme1n1 /mnt/kv -o allow_other,policy=s3fifo --metrics 127.0.0.1:9464
 # in /etc/fstab:
-none /mnt/kv fuse.tuttifs volume=kv0,nofail 0 0`,
+kv0 /mnt/kv fuse.tuttifs nofail 0 0`,
 		run: o.run,
 	}
 }
@@ -81,11 +85,17 @@ func (o *mountOptions) run(ctx context.Context, e *env, args []string) error {
 	if err := s.parse(o.options, o.sloppy); err != nil {
 		return err
 	}
+	if _, _, err := net.SplitHostPort(o.metrics); o.metrics != "" && err != nil {
+		return usagef("--metrics %s: %v; write HOST:PORT", o.metrics, err)
+	}
 	specs, dir := args[:len(args)-1], args[len(args)-1]
 	if err := daemon.CheckMountPoint(dir); err != nil {
 		return err
 	}
 	paths, err := s.resolve(specs)
+	if errors.Is(err, errNoVolume) {
+		return fmt.Errorf("%w, or their directory with -o search=DIR", err)
+	}
 	if err != nil {
 		return err
 	}
@@ -128,13 +138,40 @@ func (o *mountOptions) serve(ctx context.Context, e *env, do daemon.Options) err
 	}
 	defer closeLog()
 	do.Log = logger
-	return explain(daemon.Run(ctx, do))
+	return runDaemon(ctx, do)
 }
 
-// explain adds what to do to errors that are about the caller rather than about the volume.
+// Drives that are locked and mounted nowhere belong to a check, or to a daemon that umount(8) did not wait for: it is
+// worth waiting for them a little.
+const (
+	busyPatience = 5 * time.Second
+	busyRetry    = 100 * time.Millisecond
+)
+
+// runDaemon serves until the mount is gone. A volume that is mounted already is refused at once and its mount named.
+func runDaemon(ctx context.Context, do daemon.Options) error {
+	for deadline := time.Now().Add(busyPatience); ; time.Sleep(busyRetry) {
+		err := daemon.Run(ctx, do)
+		if !errors.Is(err, extentmap.ErrBusy) {
+			return explain(err)
+		}
+		if path, dir := findUsed(do.Paths); dir != "" {
+			return fmt.Errorf("%s is part of the volume that is mounted on %s", path, dir)
+		}
+		if ctx.Err() != nil || time.Now().After(deadline) {
+			return err
+		}
+	}
+}
+
+// explain adds what to do to errors that are about the machine rather than about the volume.
 func explain(err error) error {
-	if errors.Is(err, os.ErrPermission) && os.Geteuid() != 0 {
+	switch {
+	case errors.Is(err, os.ErrPermission) && os.Geteuid() != 0:
 		return fmt.Errorf("%w (mounting needs root)", err)
+	case errors.Is(err, unix.ENOSPC):
+		return fmt.Errorf("%w: the filesystem that the drive file lies on is full; make room there, or mount with -o ro",
+			err)
 	}
 	return err
 }
@@ -146,6 +183,8 @@ func (o *mountOptions) serveDetached(ctx context.Context, e *env, do daemon.Opti
 		return usagef("%s is not a descriptor", readyFdVariable)
 	}
 	os.Unsetenv(readyFdVariable)
+	// Started from /proc/self/exe, the process would be called exe in ps(1) and top(1). A name is not worth failing for.
+	_ = os.WriteFile("/proc/self/comm", []byte("tuttifs"), 0)
 	unix.CloseOnExec(fd)
 	ready := os.NewFile(uintptr(fd), "ready")
 	defer ready.Close()
@@ -166,7 +205,7 @@ func (o *mountOptions) serveDetached(ctx context.Context, e *env, do daemon.Opti
 		}
 		ready.Close()
 	}
-	err = explain(daemon.Run(ctx, do))
+	err = runDaemon(ctx, do)
 	if err != nil && served {
 		logger.Error("unmounted with errors", "error", err)
 	}

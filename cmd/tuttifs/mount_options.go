@@ -116,7 +116,7 @@ var toleratedOptions = strings.Fields(`
 	user nouser users owner group auto noauto nofail _netdev defaults dev nodev suid nosuid exec noexec
 	sync async dirsync atime noatime diratime nodiratime relatime norelatime strictatime nostrictatime
 	lazytime nolazytime default_permissions nonempty silent loud iversion noiversion mand nomand fsname
-	subtype`)
+	subtype comment`)
 
 func isTolerated(name string) bool {
 	return strings.HasPrefix(strings.ToLower(name), "x-") || slices.Contains(toleratedOptions, name)
@@ -147,6 +147,8 @@ func (s *mountSettings) parse(lists []string, sloppy bool) error {
 		name, value, hasValue := strings.Cut(word, "=")
 		o := known[name]
 		switch {
+		case word == "remount":
+			return usagef("a mount's options cannot be changed: unmount it, and mount with the new ones")
 		case word == "" || isTolerated(name):
 		case o == nil && sloppy:
 		case o == nil:

@@ -8,6 +8,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"tuttifs/daemon"
 )
 
 // fsType is the type under which the kernel lists our mounts.
@@ -56,6 +58,37 @@ func findMount(dir string) (mountEntry, bool) {
 		}
 	}
 	return mountEntry{}, false
+}
+
+// findUsed returns the first of paths that is a drive of a mounted volume, and where that is mounted; "" if none is.
+func findUsed(paths []string) (path, dir string) {
+	mounts, err := readMounts()
+	if err != nil {
+		return "", ""
+	}
+	for _, m := range mounts {
+		var doc daemon.DrivesDocument
+		if m.kind != fsType || readStatus(m.dir, "drives", &doc) != nil {
+			continue // a dead mount holds no drives, and one that may not be asked does not say
+		}
+		for _, d := range doc.Drives {
+			for _, p := range paths {
+				if sameFile(p, d.Name) {
+					return p, m.dir
+				}
+			}
+		}
+	}
+	return "", ""
+}
+
+func sameFile(a, b string) bool {
+	x, err := os.Stat(a)
+	if err != nil {
+		return false
+	}
+	y, err := os.Stat(b)
+	return err == nil && os.SameFile(x, y)
 }
 
 // refuseLoop reports a regular file that a loop device shows: whatever uses the device would be overwritten.

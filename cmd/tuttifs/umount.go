@@ -45,8 +45,9 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 	if !ok {
 		return fmt.Errorf("%s is not a tuttifs mount", args[0])
 	}
-	pid := -1
+	pid, volume := -1, mountedVolume{}
 	if !o.lazy {
+		volume = readMountedVolume(entry.dir)
 		pid = openDaemon(entry.dir)
 		defer unix.Close(pid)
 	}
@@ -63,7 +64,40 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 	if pid < 0 {
 		return nil
 	}
-	return waitDaemon(ctx, pid)
+	if err := waitDaemon(ctx, pid); err != nil {
+		return err
+	}
+	return volume.checkClean()
+}
+
+// mountedVolume is what a mount says about its volume before it is unmounted.
+type mountedVolume struct {
+	volume daemon.VolumeDocument
+	drives daemon.DrivesDocument
+}
+
+func readMountedVolume(dir string) (v mountedVolume) {
+	if readStatus(dir, "volume", &v.volume) != nil || readStatus(dir, "drives", &v.drives) != nil {
+		return mountedVolume{} // its daemon is dead or dying: then nothing is expected of it
+	}
+	return v
+}
+
+// checkClean looks at a label that the daemon should have marked clean, unless somebody has mounted the volume again.
+func (v *mountedVolume) checkClean() error {
+	if v.volume.ReadOnly || len(v.drives.Drives) == 0 {
+		return nil
+	}
+	path := v.drives.Drives[0].Name
+	label, err := readLabel(path)
+	if err == nil && (label.Clean || label.Epoch != v.volume.Epoch) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("unmounted, but %s cannot be read any more: %w", path, err)
+	}
+	return fmt.Errorf("unmounted, but the daemon could not finish writing: its log says why. Nothing that was committed is "+
+		"lost: the next mount replays the journal, and 'tuttifs fsck -n %s' checks it", path)
 }
 
 // openDaemon returns a pidfd of the daemon behind a mount, -1 if it is dead.

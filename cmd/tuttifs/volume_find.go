@@ -2,13 +2,18 @@ package main
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"tuttifs/extentmap"
 )
+
+// errNoVolume: no drive has that label or UUID where volumes are looked for.
+var errNoVolume = errors.New("no volume")
 
 // resolve turns what fstab or a person wrote into paths of drives.
 func (s *mountSettings) resolve(specs []string) ([]string, error) {
@@ -24,11 +29,39 @@ func (s *mountSettings) resolve(specs []string) ([]string, error) {
 		}
 	}
 	for _, path := range specs {
-		if _, err := os.Stat(path); err != nil {
+		_, err := os.Stat(path)
+		switch {
+		case err == nil:
+		case len(specs) == 1 && os.IsNotExist(err) && !strings.Contains(path, "/"):
+			found, findErr := s.findVolume(path)
+			if findErr != nil {
+				return nil, fmt.Errorf("no such file or device, and %w", findErr)
+			}
+			return found, nil
+		default:
 			return nil, err
 		}
 	}
-	return specs, nil
+	return slices.Concat(specs, s.searchMembers(specs)), nil
+}
+
+// searchMembers lists what -o search= names of the volume that the first drive belongs to.
+func (s *mountSettings) searchMembers(specs []string) (found []string) {
+	if len(s.search) == 0 {
+		return nil
+	}
+	label, err := readLabel(specs[0])
+	if err != nil {
+		return nil // whoever opens it says what is wrong
+	}
+	for _, path := range filesIn(s.search) {
+		l, err := readLabel(path)
+		known := func(spec string) bool { return sameFile(spec, path) }
+		if err == nil && l.Volume == label.Volume && !slices.ContainsFunc(specs, known) {
+			found = append(found, path)
+		}
+	}
+	return found
 }
 
 // findVolume looks at the labels of all block devices and of the files in the search directories.
@@ -49,8 +82,8 @@ func (s *mountSettings) findVolume(name string) ([]string, error) {
 	}
 	switch {
 	case len(found) == 0:
-		return nil, fmt.Errorf("no volume %q among block devices and in %s: name a drive, or its directory with "+
-			"-o search=DIR", name, strings.Join(search, ", "))
+		return nil, fmt.Errorf("%w %q among block devices and in %s: name one of its drives", errNoVolume, name,
+			strings.Join(search, ", "))
 	case len(volumes) > 1:
 		return nil, fmt.Errorf("%d volumes have the label %q (%s): use UUID=", len(volumes), name, strings.Join(found, ", "))
 	}
