@@ -204,7 +204,7 @@ func (t *tree) Unlink(_ <-chan struct{}, header *fuse.InHeader, name string) fus
 	if u == nil {
 		return fuse.ENOENT
 	}
-	t.giveUp(u)
+	t.remove(u)
 	return fuse.OK
 }
 

@@ -49,6 +49,8 @@ type upload struct {
 	attrs   uploadAttrs   // guarded by mu; final while the file is being stored
 	opens   int           // guarded by mu
 	state   uploadState   // guarded by mu
+	key     gpufile.Key   // guarded by mu: of the last attempt to store it
+	removed bool          // guarded by mu: unlinked while it was being stored
 	err     error         // guarded by mu: why the last attempt failed
 	done    chan struct{} // guarded by mu: closed when the attempt under way has ended
 }
@@ -286,13 +288,22 @@ func (u *upload) commit(key gpufile.Key, cancel <-chan struct{}) error {
 			u.t.o.Logf("pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
 			return err
 		}
-		u.state, u.done = uploadStoring, make(chan struct{})
+		u.state, u.key, u.done = uploadStoring, key, make(chan struct{})
 		u.opens++ // the task's own hold
 		u.t.closing.Add(1)
 		go u.store(key, u.buf, u.item(key))
-	case uploadStored, uploadGone:
+	case uploadGone:
 		u.mu.Unlock()
 		return nil
+	case uploadStoring, uploadStored:
+		if u.key != key { // an interrupted rename goes on
+			u.mu.Unlock()
+			return errSealed
+		}
+		if u.state == uploadStored {
+			u.mu.Unlock()
+			return nil
+		}
 	}
 	done := u.done
 	u.mu.Unlock()
@@ -356,12 +367,22 @@ func (u *upload) store(key gpufile.Key, buf []byte, item gpufile.ReserveItem) {
 		u.t.counter.storedBytes.Add(uint64(u.p.size()))
 	} else {
 		u.state = uploadOpen
+		if u.removed {
+			u.state = uploadGone
+			u.free()
+		}
 		u.t.o.Logf("pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
 	}
 	close(u.done)
+	removed := u.removed
 	u.mu.Unlock()
 	if err == nil {
 		u.t.writes.hide(u)
+	}
+	if err == nil && removed {
+		if err := u.p.Unlink(&key); err != nil && !errors.Is(err, gpufile.ErrNotFound) {
+			u.t.o.Logf("pool %s: key %x was removed while it was being stored, and stays: %v", u.p.Name(), key[:], err)
+		}
 	}
 	u.t.released(u)
 }
@@ -414,6 +435,14 @@ func (t *tree) released(u *upload) {
 	case idle:
 		t.giveUp(u)
 	}
+}
+
+// remove is an unlink: what is being stored is removed when it has been.
+func (t *tree) remove(u *upload) {
+	u.mu.Lock()
+	u.removed = u.removed || u.state == uploadStoring
+	u.mu.Unlock()
+	t.giveUp(u)
 }
 
 // giveUp removes a file that was not stored; of a stored one only the traces go.

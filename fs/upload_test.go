@@ -304,6 +304,52 @@ func TestCloseInterrupted(t *testing.T) {
 	require.True(t, found)
 }
 
+// A file that is unlinked while it is being stored is not there afterwards.
+func TestUnlinkWhileStoring(t *testing.T) {
+	tr, p, b := newTestTree(t, Options{})
+	b.gate = make(chan struct{})
+	key := testKey(3, 1)
+	dir := mustWalk(t, tr, "llama", "blocks", "03")
+	_, fh := mustCreate(t, tr, dir, keyName(&key))
+	writeAll(t, tr, fh, testPayload(p.size(), 1), 1<<20)
+	cancel := make(chan struct{})
+	close(cancel)
+	require.Equal(t, fuse.EINTR, tr.Flush(cancel, &fuse.FlushIn{Fh: fh}))
+	h := header(dir)
+	require.Equal(t, fuse.OK, tr.Unlink(nil, &h, keyName(&key)))
+	_, st := walk(tr, "llama", "blocks", "03", keyName(&key))
+	require.Equal(t, fuse.ENOENT, st)
+	tr.Release(nil, &fuse.ReleaseIn{Fh: fh})
+	b.gate <- struct{}{}
+	tr.closing.Wait()
+	_, _, found := p.Find(&key)
+	require.False(t, found)
+	requireIdle(t, tr)
+}
+
+// A rename that was interrupted goes on: a second one must not take the first one's outcome for its own.
+func TestRenameAfterInterrupted(t *testing.T) {
+	tr, p, b := newTestTree(t, Options{})
+	b.gate = make(chan struct{})
+	first, second := testKey(3, 1), testKey(3, 2)
+	dir := mustWalk(t, tr, "llama", "blocks", "03")
+	_, fh := mustCreate(t, tr, dir, ".temp")
+	writeAll(t, tr, fh, testPayload(p.size(), 1), 1<<20)
+	require.Equal(t, fuse.OK, closeFile(tr, fh))
+	cancel := make(chan struct{})
+	close(cancel)
+	in := fuse.RenameIn{InHeader: header(dir), Newdir: uint64(dir)}
+	require.Equal(t, fuse.EINTR, tr.Rename(cancel, &in, ".temp", keyName(&first)))
+	require.Equal(t, fuse.EPERM, tr.Rename(cancel, &in, ".temp", keyName(&second)))
+	b.gate <- struct{}{}
+	tr.closing.Wait()
+	_, _, found := p.Find(&first)
+	require.True(t, found)
+	_, _, found = p.Find(&second)
+	require.False(t, found)
+	requireIdle(t, tr)
+}
+
 func TestUnlinkWhileCopyingIn(t *testing.T) {
 	tr, p, _ := newTestTree(t, Options{})
 	key := testKey(3, 1)
