@@ -556,7 +556,7 @@ TUTTIFS_SIZE(tuttifs_attach_reply, 384);
  * offsets: */
 #define TUTTIFS_SESSION_PAGE_BYTES 4096
 #define TUTTIFS_ARMED_WORD 0 /* u32: raised by the engine before it rings a doorbell, lowered when its work is done */
-#define TUTTIFS_WAKE_WORD 64 /* u32: pollers store a number and sleep; the engine raises armed, swaps in 0, wakes if it was not 0 */
+#define TUTTIFS_WAKE_WORD 64 /* u32: pollers store a number and sleep; the engine raises armed, swaps in 0, wakes if not 0 */
 #define TUTTIFS_HEARTBEAT_WORD 128 /* u64: counted up by the daemon every TUTTIFS_HEARTBEAT_MILLISECONDS */
 #define TUTTIFS_NONCE_WORD 136 /* u64: of the mount */
 #define TUTTIFS_STATE_WORD 144 /* u32: TUTTIFS_SESSION_LIVE, TUTTIFS_SESSION_CLOSED */

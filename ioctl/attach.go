@@ -76,7 +76,7 @@ const (
 	SessionPageBytes = 4096
 
 	ArmedWord         = 0   // u32: raised by the engine before it rings a doorbell, lowered when its work is done
-	WakeWord          = 64  // u32: pollers store a number and sleep; the engine raises armed, swaps in 0, wakes if it was not 0
+	WakeWord          = 64  // u32: pollers store a number and sleep; the engine raises armed, swaps in 0, wakes if not 0
 	HeartbeatWord     = 128 // u64: counted up by the daemon every HeartbeatMilliseconds
 	NonceWord         = 136 // u64: of the mount
 	StateWord         = 144 // u32: SessionLive, SessionClosed

@@ -96,8 +96,8 @@ func (v *mountedVolume) checkClean() error {
 	if err != nil {
 		return fmt.Errorf("unmounted, but %s cannot be read any more: %w", path, err)
 	}
-	return fmt.Errorf("unmounted, but the daemon could not finish writing: its log says why. Nothing that was committed is "+
-		"lost: the next mount replays the journal, and 'tuttifs fsck -n %s' checks it", path)
+	return fmt.Errorf("unmounted, but the daemon could not finish writing: its log says why. Nothing that was "+
+		"committed is lost: the next mount replays the journal, and 'tuttifs fsck -n %s' checks it", path)
 }
 
 // openDaemon returns a pidfd of the daemon behind a mount, -1 if it is dead.
