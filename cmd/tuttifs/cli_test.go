@@ -425,7 +425,7 @@ func TestReplayGeometries(t *testing.T) {
 		})
 	}
 	refused(t, 1, "raise --memory", "replay", "--memory", "64k", trace, dir)
-	refused(t, 1, "exists", "replay", "--pool", "own", trace, dir)
+	refused(t, 1, "or another --pool", "replay", "--pool", "own", trace, dir)
 }
 
 func TestKilledDaemon(t *testing.T) {
@@ -568,7 +568,7 @@ func TestUmountByOthers(t *testing.T) {
 	require.Equal(t, 1, execAs(t, "tuttifs", "replay", trace, dir).code, "a read-only volume takes no pool")
 }
 
-// umount(8) does not wait for the daemon, so that mount does; a volume that stays mounted is refused and its mount named.
+// umount(8) does not wait for the daemon, so that mount does; a volume that stays mounted is refused, its mount named.
 func TestMountAgain(t *testing.T) {
 	paths := formatted(t, 2, "64m")
 	dir := mounted(t, paths[0])
@@ -592,7 +592,7 @@ func TestUmountTellsOfAFailure(t *testing.T) {
 	drive := filepath.Join(small, "d0")
 	tuttifs(t, "mkfs", "-q", "--size", "64m", drive)
 	mountOn(t, drive, dir)
-	refused(t, 1, "storing", "replay", smallTrace(t, 50), dir, "--scale", "256")
+	refused(t, 1, "make room there", "replay", smallTrace(t, 50), dir, "--scale", "256")
 	refused(t, 1, "the daemon could not finish writing", "umount", dir)
 	refused(t, 32, "make room there, or mount with -o ro", "mount", drive, dir)
 	mountOn(t, drive, dir, "-o", "ro")
@@ -727,7 +727,7 @@ func TestMetadataOnlyReplay(t *testing.T) {
 			}
 		}
 	}
-	refused(t, 1, "policy", "replay", "--metadata-only", "--policy", "belady", trace)
+	refused(t, 2, "policy", "replay", "--metadata-only", "--policy", "belady", trace)
 	require.NoError(t, os.WriteFile(trace, []byte("{}\n"), 0o600))
 	refused(t, 1, trace+":1: timestamp is missing", "replay", "--metadata-only", trace)
 }

@@ -28,6 +28,9 @@ func newMountSettings() *mountSettings {
 		EntryTimeout: time.Second, AttrTimeout: time.Second}}
 }
 
+// policies are the names of eviction policies.
+var policies = []string{"lru", "sieve", "s3fifo"}
+
 // mountOption is one -o option. With a value, set gets it; without, "".
 type mountOption struct {
 	name, value, help string
@@ -82,8 +85,8 @@ var mountOptionTable = []mountOption{
 		return nil
 	}},
 	{"policy", "lru|sieve|s3fifo", "what is evicted first (default lru)", func(s *mountSettings, v string) error {
-		if v != "lru" && v != "sieve" && v != "s3fifo" {
-			return errors.New("one of lru, sieve, s3fifo")
+		if !slices.Contains(policies, v) {
+			return errors.New("one of " + strings.Join(policies, ", "))
 		}
 		s.daemon.Policy = v
 		return nil

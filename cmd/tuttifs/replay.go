@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
+	"slices"
 	"strings"
 	"time"
 
@@ -65,6 +67,9 @@ compares every byte with what was stored, stores the missing blocks, the partial
 commits them. The content of a block is derived from its key, so that a second replay verifies what
 an earlier one stored. TRACE - reads standard input.
 
+Blocks that are neither hit nor stored found no space, are being stored by another engine, or are
+there already behind a block that is missing.
+
 The exit status is 1 if any byte was wrong. hit_rate in JSON is a fraction of 1. GB are 10^9 bytes.`,
 		example: `
 tuttifs trace --requests 500 -o t.jsonl && tuttifs replay t.jsonl /mnt/kv --scale 1024
@@ -72,6 +77,12 @@ tuttifs replay t.jsonl --metadata-only --policy s3fifo --capacity-blocks 10000 -
 		run: o.run,
 	}
 }
+
+// replayMemoryMin is less than any layer needs, and enough for a session to be made.
+const replayMemoryMin = 64 << 10
+
+// poolNameForm is what a pool's name may be, as extentmap.PoolSpec says.
+var poolNameForm = regexp.MustCompile(`^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$`)
 
 // check validates flags and arguments and fills in defaults.
 func (o *replayOptions) check(args []string) (trace string, err error) {
@@ -92,6 +103,12 @@ func (o *replayOptions) check(args []string) (trace string, err error) {
 		return "", usagef("name the mount point behind the trace, or use --metadata-only")
 	case !o.metadataOnly && o.policy != "":
 		return "", usagef("the policy of a mount is chosen when it is mounted: -o policy=%s", o.policy)
+	case o.policy != "" && !slices.Contains(policies, o.policy):
+		return "", usagef("--policy %s: one of %s", o.policy, strings.Join(policies, ", "))
+	case !o.metadataOnly && o.dmaBytes < replayMemoryMin:
+		return "", usagef("--memory %v: at least %s", &o.dmaBytes, humanBytes(replayMemoryMin))
+	case o.pool != "" && !poolNameForm.MatchString(o.pool):
+		return "", usagef("--pool %s: 1 to 64 letters, digits, dots, hyphens and underscores, no dot first", o.pool)
 	case o.scale < 1:
 		return "", usagef("--scale must be at least 1")
 	case o.speed < 0:
@@ -130,7 +147,7 @@ func (o *replayOptions) run(ctx context.Context, e *env, args []string) (err err
 		err = errors.Join(err, statErr)
 	}
 	if err = errors.Join(err, target.close()); err != nil {
-		return err
+		return explainReplay(o.mount, err)
 	}
 	if o.json {
 		err = printJSON(e.stdout, r.document())
@@ -152,6 +169,9 @@ func (o *replayOptions) readTrace(e *env, name string) ([]traceRequest, error) {
 			return nil, err
 		}
 		defer f.Close()
+		if st, err := f.Stat(); err == nil && st.IsDir() {
+			return nil, usagef("%s is a directory: name the trace first, and the mount point behind it", name)
+		}
 		in = f
 	}
 	return readTrace(in, name, o.limit)

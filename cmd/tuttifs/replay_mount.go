@@ -3,13 +3,18 @@ package main
 import (
 	"errors"
 	"fmt"
+	"path/filepath"
+	"strings"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
 	"tuttifs/engine"
 	"tuttifs/gio"
 	"tuttifs/gpufile"
 	"tuttifs/ioctl"
+	"tuttifs/nvme"
 	"tuttifs/stripe"
 )
 
@@ -54,14 +59,19 @@ func openMountTarget(o *replayOptions) (t *mountTarget, err error) {
 		return t, err
 	}
 	bounce := bounceBytes(&geometry)
-	options := engine.SessionOptions{DMABytes: int(o.dmaBytes) + bounce, BounceBytes: bounce, Lanes: o.lanes}
+	options := engine.SessionOptions{DMABytes: int(o.dmaBytes)&^(stripe.UnitBytes-1) + bounce, BounceBytes: bounce,
+		Lanes: o.lanes}
 	if t.session, err = t.mount.NewSession(options); err != nil {
-		return t, err
+		return t, explainSession(o.mount, err)
 	}
 	id := o.identity(kv)
 	t.pool, err = t.session.OpenPool(engine.PoolSpec{
 		Name: t.poolName, Identity: id.Canonical(), Geometry: geometry, TokensPerFile: traceBlockTokens, MaxSlots: o.capacity,
 	})
+	if errors.Is(err, engine.ErrExists) {
+		return t, fmt.Errorf("pool %s was made with another --model, --scale or geometry: use those, or another --pool: %w",
+			t.poolName, err)
+	}
 	if err != nil {
 		return t, err
 	}
@@ -74,6 +84,29 @@ func openMountTarget(o *replayOptions) (t *mountTarget, err error) {
 	}
 	t.evicted, err = t.evictedNow()
 	return t, err
+}
+
+// explainSession says why a mount gives no session that may write.
+func explainSession(dir string, err error) error {
+	control := filepath.Join(dir, ioctl.ControlPath)
+	if errors.Is(err, engine.ErrReadOnly) && errors.Is(unix.Access(control, unix.W_OK), unix.EACCES) {
+		return fmt.Errorf("%s may not be written by this user: replay as the mount's owner, who is chosen by -o uid= and "+
+			"gid= of mount", control)
+	}
+	return err
+}
+
+// explainReplay adds what to do to failures of a replay on a mount. When the daemon is gone, everything fails after the
+// first error, and only that is worth reading.
+func explainReplay(dir string, err error) error {
+	switch {
+	case errors.Is(err, engine.ErrGone) || errors.Is(err, unix.ENOTCONN):
+		first, _, _ := strings.Cut(err.Error(), "\n")
+		return fmt.Errorf("%s; the daemon of %s was stopped or has died: mount the volume again", first, dir)
+	case errors.Is(err, nvme.CapacityExceeded):
+		return fmt.Errorf("%w; the filesystem that a drive file lies on is full: make room there", err)
+	}
+	return err
 }
 
 // bounceCells is the memory for commands whose object ends within a unit: a drive transfers whole units, and what lies

@@ -24,7 +24,7 @@ func TestParseTraceLine(t *testing.T) {
 		`{"input_length": 1, "hash_ids": [1]}`:                                  "timestamp is missing",
 		`{"timestamp": 1, "hash_ids": [1]}`:                                     "input_length is missing",
 		`{"timestamp": 1, "input_length": 1}`:                                   "hash_ids is missing",
-		`{"timestamp": 1, "input_length": -1, "hash_ids": [1]}`:                 "input_length is number -1 here, and must be",
+		`{"timestamp": 1, "input_length": -1, "hash_ids": [1]}`:                 "input_length is number -1 here, and",
 		`{"timestamp": -1, "input_length": 1, "hash_ids": [1]}`:                 "not a time",
 		`{"timestamp": 1, "input_length": 513, "hash_ids": [1]}`:                "1 hash_ids for 513 tokens",
 		`{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2]}`:             "2 hash_ids for 512 tokens",
