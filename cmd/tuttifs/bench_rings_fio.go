@@ -25,6 +25,8 @@ const (
 	fileDepth = 32
 	fileLanes = 32
 	fileBatch = 512
+	// splitRounds bounds the rounds of rows for information.
+	splitRounds = 3
 )
 
 // fileWork is the files that both contestants use.
@@ -49,11 +51,13 @@ func (o *benchRingsOptions) benchFiles(ctx context.Context, fio string) (rows []
 	}
 	for _, object := range benchObjects {
 		for _, write := range []bool{false, true} {
-			row, err := o.fileRow(ctx, w, object, write)
-			if err != nil {
-				return nil, err
+			for _, split := range []bool{false, true} {
+				row, err := o.fileRow(ctx, w, object, write, split)
+				if err != nil {
+					return nil, err
+				}
+				rows = append(rows, row)
 			}
-			rows = append(rows, row)
 		}
 	}
 	return rows, nil
@@ -99,9 +103,16 @@ func (w *fileWork) close() error {
 	return errors.Join(errs...)
 }
 
-// fileRow compares one object size and direction: executor and controller on a thread each, fio as it does it.
-func (o *benchRingsOptions) fileRow(ctx context.Context, w *fileWork, object int, write bool) (row rateRow, err error) {
-	row = rateRow{Verb: "read", ObjectBytes: object, Threads: 2, Depth: fileDepth, Counts: true}
+// fileRow compares one object size and direction. fio is one thread, and so are executor and controller together; split
+// gives each its own, as a mount does, for information.
+func (o *benchRingsOptions) fileRow(ctx context.Context, w *fileWork, object int, write, split bool) (
+	row rateRow, err error) {
+	row = rateRow{Arrangement: "one thread", Verb: "read", ObjectBytes: object, Threads: 1, Depth: fileDepth,
+		Counts: !split, Split: split}
+	rounds := o.rounds
+	if split {
+		row.Arrangement, row.Threads, rounds = "a thread for each side", 2, min(rounds, splitRounds)
+	}
 	if write {
 		row.Verb = "write"
 	}
@@ -109,18 +120,21 @@ func (o *benchRingsOptions) fileRow(ctx context.Context, w *fileWork, object int
 	if err != nil {
 		return row, err
 	}
-	dma := 2 * fileBatch * object
-	r, err := newBenchRig(b, benchShape{lanes: fileLanes, depth: 64, chunk: fileDepth / fileLanes, dmaBytes: dma})
+	// As little memory as fio has, which moves everything through one buffer a command in flight; twice that, so that
+	// no two of them share one.
+	dma := 2 * fileDepth * object
+	shape := benchShape{lanes: fileLanes, depth: 64, chunk: fileDepth / fileLanes, dmaBytes: dma, stepped: !split}
+	r, err := newBenchRig(b, shape)
 	if err != nil {
 		return row, err
 	}
 	defer func() { err = errors.Join(err, r.close()) }()
 	backend, _ := r.queues[0].Backend()
-	row.Arrangement = string(backend)
+	row.Arrangement += ", " + string(backend)
 	ctxs := b.shuffled()
 	r.place(ctxs, object, dma)
 	var mine, fios threadCost
-	row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, o.rounds, func() (float64, error) {
+	row.RingGBs, row.OtherGBs, row.Ratio, err = pairs(ctx, rounds, func() (float64, error) {
 		rate, cost, err := r.timed(write, ctxs, object, o.period)
 		mine.add(cost)
 		return rate, err
@@ -133,19 +147,24 @@ func (o *benchRingsOptions) fileRow(ctx context.Context, w *fileWork, object int
 	return row, err
 }
 
-// timed streams for a time. The controller's CPU time is that of the process without the executor's thread: pollers,
-// workers and the kernel's threads for io_uring.
+// timed streams for a time. The controller's CPU time is that of the process, without the executor's thread if it has
+// one of its own: pollers, workers and the kernel's threads for io_uring.
 func (r *benchRig) timed(write bool, ctxs []gio.IOCTX, object int, d time.Duration) (
 	rate float64, cost threadCost, err error) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	mine := threadClock()
+	_ = unix.Prctl(unix.PR_SET_TIMERSLACK, 1, 0, 0, 0) // as pollers do; 0 restores the default
+	defer func() { _ = unix.Prctl(unix.PR_SET_TIMERSLACK, 0, 0, 0, 0) }()
 	begin, process := time.Now(), cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID)
 	thread, poller := cpuTime(mine), cpuTime(r.clock)
 	n, err := r.stream(write, ctxs, fileBatch, lasting(begin, d))
 	seconds := time.Since(begin).Seconds()
-	cost.cpu = cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID) - process - (cpuTime(mine) - thread)
-	cost.poller = cpuTime(r.clock) - poller
+	cost.cpu = cpuTime(unix.CLOCK_PROCESS_CPUTIME_ID) - process
+	if r.done != nil { // the poller has a thread of its own
+		cost.cpu -= cpuTime(mine) - thread
+		cost.poller = cpuTime(r.clock) - poller
+	}
 	cost.bytes = float64(n) * float64(object)
 	return cost.bytes / seconds / 1e9, cost, err
 }

@@ -143,7 +143,7 @@ func (o *benchRingsOptions) ramRows(ctx context.Context, drives []drive.Drive, o
 	var rows []rateRow
 	for _, write := range []bool{false, true} {
 		row := rateRow{Arrangement: "both sides on each thread", Verb: "read", ObjectBytes: object, Threads: threads,
-			Depth: ramLanes * ramChunk, Counts: !split}
+			Depth: ramLanes * ramChunk, Counts: !split, Split: split}
 		if split {
 			row.Arrangement = "a thread for each side"
 		}

@@ -91,6 +91,7 @@ type benchRig struct {
 	wake   uint32
 	done   chan struct{} // closed when the poller's thread has ended; nil if the waiting thread steps
 	clock  int32         // CPU clock of the poller's thread
+	idle   int           // steps without work
 }
 
 // benchShape of a rig.
@@ -137,7 +138,7 @@ func newBenchRig(b *benchDrives, s benchShape) (r *benchRig, err error) {
 		c.Lanes = append(c.Lanes, lane)
 	}
 	if s.stepped {
-		c.Step = func() { r.poller.Step() }
+		c.Step = r.step
 	}
 	if r.ring, err = gio.NewRing(c); err != nil {
 		return r, err
@@ -149,6 +150,17 @@ func newBenchRig(b *benchDrives, s benchShape) (r *benchRig, err error) {
 		r.serve()
 	}
 	return r, nil
+}
+
+// step runs the controller on the thread that waits; with nothing to do for a while it naps, as the poller's own loop
+// does.
+func (r *benchRig) step() {
+	const spins, nap = 8, 10_000
+	if r.idle++; r.poller.Step() > 0 {
+		r.idle = 0
+	} else if r.idle > spins {
+		_ = unix.Nanosleep(&unix.Timespec{Nsec: nap}, nil)
+	}
 }
 
 func (r *benchRig) mmap(n int) ([]byte, error) {

@@ -32,7 +32,7 @@ func TestBenchRings(t *testing.T) {
 		require.Positive(t, row.CPUPerGB)
 	}
 	if !o.skipFile {
-		require.Len(t, r.File, 2*len(benchObjects))
+		require.Len(t, r.File, 4*len(benchObjects))
 		require.Positive(t, *r.FileVsFio)
 	}
 	o.json = false
