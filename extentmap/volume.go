@@ -36,6 +36,7 @@ type Volume struct {
 	generated atomic.Uint64
 	commits   atomic.Uint64 // next commit sequence
 
+	creating     sync.Mutex // pools go into the journal in the order of their IDs; before any other mutex
 	checkpointMu sync.Mutex
 	lastHits     time.Time // of the last checkpoint that wrote hits; checkpointMu
 
@@ -249,6 +250,8 @@ func (v *Volume) CreatePool(spec PoolSpec) (*Pool, *Ticket, error) {
 	if err != nil {
 		return nil, nil, err
 	}
+	v.creating.Lock()
+	defer v.creating.Unlock()
 	v.mu.Lock()
 	for _, p := range v.pools {
 		if p.spec.Name != spec.Name {

@@ -3,8 +3,11 @@ package extentmap_test
 import (
 	"crypto/sha256"
 	"encoding/binary"
+	"fmt"
+	"sync"
 	"testing"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/drive"
@@ -46,6 +49,26 @@ func open(t testing.TB, drives []drive.Drive, o extentmap.Options) *extentmap.Vo
 	require.NoError(t, err)
 	t.Cleanup(v.Abandon)
 	return v
+}
+
+// Pools that are created at once lie in the journal in the order that a mount asks for; who finds one on its way gets
+// its ticket.
+func TestPoolsCreatedAtOnce(t *testing.T) {
+	drives := maptest.NewSet(256*mib, 256*mib).Drives()
+	format(t, drives, extentmap.FormatOptions{})
+	v := open(t, drives, extentmap.Options{})
+	var wg sync.WaitGroup
+	for i := range 64 {
+		wg.Go(func() {
+			_, ticket, err := v.CreatePool(spec(fmt.Sprint("p", i/2), 3))
+			if assert.NoError(t, err) && assert.NotNil(t, ticket) {
+				assert.NoError(t, ticket.Wait())
+			}
+		})
+	}
+	wg.Wait()
+	v.Abandon()
+	require.Len(t, open(t, drives, extentmap.Options{}).Pools(), 32)
 }
 
 func createPool(t testing.TB, v *extentmap.Volume, s extentmap.PoolSpec) *extentmap.Pool {
