@@ -306,8 +306,9 @@ func (c *Control) checkLimits(r *ioctl.AttachRequest) error {
 	return nil
 }
 
-// entryCost is about what a controller keeps privately for one queue entry; it is charged like shared memory.
-const entryCost = 512
+// entryCost is about what a controller keeps privately for one queue entry, its part of the long lists that a queue may
+// have in flight included; it is charged like shared memory.
+const entryCost = 2048
 
 // build makes memory, pollers and lanes. The caller holds setup.
 func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {

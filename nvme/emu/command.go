@@ -40,6 +40,7 @@ type command struct {
 	lost     bool      // in-order queues: never published
 	refused  bool      // by the kernel, as it was; goes through the drive's own calls
 	conflict bool      // its id belongs to another command
+	large    bool      // its lists are longer than a command may keep
 
 	progress uint32 // bytes that io_uring has transferred so far
 	first    int    // first segment that is not done yet
@@ -55,6 +56,39 @@ func (c *command) reset() {
 	c.moved, c.done, c.lost, c.conflict, c.refused = false, false, false, false, false
 	c.progress, c.first, c.off, c.n, c.result = 0, 0, 0, 0, 0
 	c.data.reset()
+}
+
+// keepMax is how many entries each list of a command may have that it keeps for the next one. Longer ones, which take
+// kilobytes, are for as long as the transfer lasts, and for one in largeShare of a queue's commands at a time: an
+// executor chooses their lengths, and need not even hold a lease.
+const (
+	keepMax    = 32
+	largeShare = 16
+)
+
+// weigh notes whether a command that was decoded is a large one.
+func (c *command) weigh() {
+	if cap(c.data.list) > keepMax || cap(c.ranges) > keepMax {
+		c.large = true
+		c.queue.large++
+	}
+}
+
+// trim gives long lists back when the transfer is over.
+func (c *command) trim() {
+	if c.large {
+		c.large = false
+		c.queue.large--
+	}
+	if cap(c.data.list) > keepMax {
+		c.data.list = nil
+	}
+	if cap(c.ranges) > keepMax {
+		c.ranges = nil
+	}
+	if cap(c.grants) > keepMax {
+		c.grants = nil
+	}
 }
 
 // decode checks everything that the command itself says and translates its data pointer. It moves nothing.

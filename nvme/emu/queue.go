@@ -79,6 +79,7 @@ type Queue struct {
 	order    commandRing
 	busy     [1 << 16 / 64]uint64 // command ids in flight
 	inflight int                  // commands that a backend or the authority knows of
+	large    int                  // decoded commands with long lists
 	copied   int                  // bytes moved inline in this service
 	worked   int                  // commands fetched and completed in this step
 	shuffle  uint32
@@ -179,7 +180,7 @@ func (q *Queue) serve(p *Poller) int {
 func (q *Queue) fetch(p *Poller) int {
 	n := 0
 	q.copied = 0
-	for q.head != q.tail && n < fetchMax && q.copied < fetchMaxCopy {
+	for q.head != q.tail && n < fetchMax && q.copied < fetchMaxCopy && q.large <= len(q.commands)/largeShare {
 		c := q.free
 		if c == nil {
 			break // the executor reaps no completions; it will get no service before it does
@@ -225,7 +226,9 @@ func (p *Poller) accept(c *command) {
 			return
 		}
 	}
-	if c.status = c.decode(); !c.status.OK() {
+	c.status = c.decode()
+	c.weigh()
+	if !c.status.OK() {
 		p.end(c)
 		return
 	}
@@ -288,6 +291,7 @@ func (p *Poller) end(c *command) {
 
 // ready1 hands a concluded command to the publisher.
 func (q *Queue) ready1(c *command) {
+	c.trim()
 	if q.order.slots != nil {
 		c.done = true
 		return

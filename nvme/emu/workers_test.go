@@ -11,7 +11,7 @@ import (
 	"tuttifs/nvme"
 )
 
-// stuckDrive holds flushes back until its gate opens, and counts those that wait.
+// stuckDrive holds flushes and reads back until its gate opens, and counts those that wait.
 type stuckDrive struct {
 	drive.Drive
 	gate    chan struct{}
@@ -25,6 +25,65 @@ func (d *stuckDrive) Flush() error {
 	d.waiting.Add(1)
 	<-d.gate
 	return nil
+}
+
+func (d *stuckDrive) ReadAt(p []byte, off int64) error {
+	d.waiting.Add(1)
+	<-d.gate
+	return d.Drive.ReadAt(p, off)
+}
+
+// TestLongListsAreBounded: an executor that describes its memory page by page, in each of a queue's commands, does not
+// make the controller keep all that.
+func TestLongListsAreBounded(t *testing.T) {
+	const depth, pages = 128, 100
+	d := &stuckDrive{Drive: memoryDrive(t, 1<<20), gate: make(chan struct{})}
+	c, err := New(Config{Drive: d})
+	require.NoError(t, err)
+	p, err := NewPoller(PollerConfig{})
+	require.NoError(t, err)
+	t.Cleanup(p.Stop)
+	l := &ledger{deny: true}
+	h := attachHost(t, c, p, l, depth, 1<<20)
+	list := words(h.dma[1<<20-PageBytes:])
+	for i := range uint64(pages) {
+		list[i] = dmaBase + (pages-i)*PageBytes // no two that follow each other
+	}
+	submit := func() {
+		for cid := range uint16(depth - 1) {
+			var e nvme.SQE
+			nvme.BuildRW(&e, false, cid, 1, 0, pages*PageBytes>>c.lbaShift)
+			e.DPTR = [2]uint64{dmaBase, dmaBase + 1<<20 - PageBytes}
+			h.put(e)
+		}
+		h.ring()
+		for range depth {
+			p.Step()
+		}
+	}
+	long := func() (n int) {
+		for i := range h.q.commands {
+			if cap(h.q.commands[i].data.list) > keepMax {
+				n++
+			}
+		}
+		return n
+	}
+	submit()
+	require.Zero(t, long(), "nobody has reaped them, but they are over")
+	for _, done := range h.wait(depth - 1) {
+		require.Equal(t, nvme.AccessDenied, done.status.Code())
+	}
+
+	l.deny = false
+	submit()
+	require.Equal(t, depth/largeShare+1, long(), "in flight at a time")
+	close(d.gate)
+	for _, done := range h.wait(depth - 1) {
+		require.True(t, done.status.OK())
+	}
+	require.Zero(t, long())
+	require.Zero(t, h.q.large)
 }
 
 // TestThreadsAreBounded: however many pollers' commands block, they take a bounded number of threads; the others wait
