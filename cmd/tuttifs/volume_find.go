@@ -33,11 +33,11 @@ func (s *mountSettings) resolve(specs []string) ([]string, error) {
 		switch {
 		case err == nil:
 		case len(specs) == 1 && os.IsNotExist(err) && !strings.Contains(path, "/"):
-			found, findErr := s.findVolume(path)
-			if findErr != nil {
-				return nil, fmt.Errorf("no such file or device, and %w", findErr)
+			found, err := s.findVolume(path)
+			if errors.Is(err, errNoVolume) {
+				err = fmt.Errorf("no such file or device, and %w", err)
 			}
-			return found, nil
+			return found, err
 		default:
 			return nil, err
 		}
