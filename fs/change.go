@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"cmp"
 	"slices"
+	"strings"
 
 	"github.com/hanwen/go-fuse/v2/fuse"
 	"golang.org/x/sys/unix"
@@ -48,6 +49,8 @@ func (t *tree) Create(_ <-chan struct{}, in *fuse.CreateIn, name string, out *fu
 		if _, _, stored := p.Find(&key); stored {
 			return eEXIST
 		}
+	} else if _, isKey := parseKey(strings.ToLower(name)); isKey {
+		return fuse.EINVAL // as a temporary name it would never be stored, and its writer not be told
 	}
 	u, err := t.writes.begin(t, p, uploadName{p.index, hh, name}, in.Uid)
 	if err != nil {

@@ -135,6 +135,8 @@ func TestCopyInRefused(t *testing.T) {
 	_, _, st := create(tr, mustWalk(t, tr, "llama", "blocks", "04"), keyName(&key))
 	require.Equal(t, fuse.EINVAL, st, "the key belongs to 03")
 	dir := mustWalk(t, tr, "llama", "blocks", "03")
+	_, _, st = create(tr, dir, strings.ToUpper("03aa"+keyName(&key)[4:]))
+	require.Equal(t, fuse.EINVAL, st, "keys are lower case")
 	_, _, st = create(tr, dir, strings.Repeat("x", 256))
 	require.Equal(t, eNAME, st)
 
