@@ -48,10 +48,14 @@ func (m *Member) Commit(g *Group, reserve uint64, rank uint16) (*extentmap.Ticke
 	}
 	r.g.lock()
 	defer r.g.unlock()
-	incomplete := r.dropIncomplete(rank)
-	if r.left == 1 {
-		if r.endWrites() {
-			incomplete = true
+	var incomplete bool
+	if r.left > 1 {
+		incomplete = r.dropIncomplete(rank)
+	} else {
+		// The other ranks too: a write that was in flight when they committed may have failed since.
+		incomplete = r.endWrites()
+		for other := range r.committed {
+			incomplete = r.dropIncomplete(uint16(other)) || incomplete
 		}
 		if err := r.submit(); err != nil {
 			return nil, err

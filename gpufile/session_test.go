@@ -214,6 +214,32 @@ func TestIncompleteIsGivenUp(t *testing.T) {
 	checkPool(t, p)
 }
 
+// TestWriteFailsAfterCommit: what a rank had in flight when it committed counts until the last rank commits.
+func TestWriteFailsAfterCommit(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 2, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	grants, err := reserve(t, m, g, 0, 1, chainItems(chainKeys(1, 2)))
+	require.NoError(t, err)
+	for _, gr := range grants {
+		writeAll(t, m, p, gr.Slot, 0, -1)
+		writeAll(t, m, p, gr.Slot, 1, -1)
+	}
+	d, unit, units := access(p, grants[1].Slot, p.rankObjects[0][0])
+	again, ok := m.Authorize(true, d, unit, units)
+	require.True(t, ok)
+	_, err = m.Commit(g, 1, 0)
+	require.NoError(t, err)
+	m.Complete(again, false)
+	ticket, err := m.Commit(g, 1, 1)
+	require.ErrorIs(t, err, ErrIncomplete)
+	require.ErrorIs(t, wait(t, ticket), ErrIncomplete)
+	require.EqualValues(t, 1, p.Stats().Files)
+	require.Zero(t, m.ses.leases.live)
+	checkPool(t, p)
+}
+
 // TestWriteInFlightAtCommit: a late write must find nobody, so its file is not committed.
 func TestWriteInFlightAtCommit(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})
