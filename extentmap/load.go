@@ -2,6 +2,7 @@ package extentmap
 
 import (
 	"fmt"
+	"runtime"
 	"sync"
 	"sync/atomic"
 
@@ -43,14 +44,26 @@ func (v *Volume) load(list []candidate) error {
 	if err := v.replay(super); err != nil {
 		return err
 	}
-	for _, p := range v.pools {
-		for n := range p.highest.Load() {
-			if r := p.byNumber[n].Load(); r != nil {
-				p.deriveFree(r)
-			}
-		}
-	}
+	v.deriveFree()
 	return nil
+}
+
+// deriveFree computes the free slots of all rows, on all cores.
+func (v *Volume) deriveFree() {
+	var wg sync.WaitGroup
+	for _, p := range v.pools {
+		var next atomic.Uint32
+		for range min(runtime.GOMAXPROCS(0), int(p.highest.Load())) {
+			wg.Go(func() {
+				for n := next.Add(1) - 1; n < p.highest.Load(); n = next.Add(1) - 1 {
+					if r := p.byNumber[n].Load(); r != nil {
+						p.deriveFree(r)
+					}
+				}
+			})
+		}
+		wg.Wait()
+	}
 }
 
 // readSuperblock finds the newest superblock on any metadata drive.
@@ -219,17 +232,26 @@ func (v *Volume) checkRecords(b []byte, r *row, block uint32, repair func(uint32
 func (v *Volume) replay(super *ondisk.Superblock) error {
 	j := v.journal
 	j.Nonce = super.Nonce
+	if v.wasClean && v.endsAtTail(&j, super) {
+		return nil
+	}
 	copies := make([][]byte, len(v.metadata))
+	var reads sync.WaitGroup
 	for i, m := range v.metadata {
 		ring, err := reserve(int(j.Blocks) * ondisk.BlockBytes)
 		if err != nil {
+			reads.Wait()
 			return err
 		}
 		defer ring.release()
-		if m.readAt(ring.b, j.First) == nil {
-			copies[i] = ring.b
-		}
+		ring.adviseWhole()
+		reads.Go(func() {
+			if m.readAt(ring.b, j.First) == nil {
+				copies[i] = ring.b
+			}
+		})
 	}
+	reads.Wait()
 	a := applier{v: v}
 	scan, err := j.Replay(copies, super.Tail, super.Chain, func(_ uint64, entries []byte) error {
 		return ondisk.VisitEntries(entries, &a)
@@ -243,6 +265,23 @@ func (v *Volume) replay(super *ondisk.Superblock) error {
 	}
 	v.head, v.chain = scan.Head, scan.Chain
 	return nil
+}
+
+// endsAtTail says whether no metadata drive has a journal block behind the last checkpoint. That is so after an
+// unmount, whose checkpoint takes in all there is before the labels are marked clean; reading the rings, up to tens of
+// MiB a drive, would only show it again. Where the superblock is not the unmount's, its tail is where a newer block is.
+func (v *Volume) endsAtTail(j *ondisk.Journal, super *ondisk.Superblock) bool {
+	b := drive.AlignedBuffer(ondisk.BlockBytes)
+	defer drive.FreeBuffer(b)
+	for _, m := range v.metadata {
+		if m.readAt(b, j.Unit(super.Tail)) != nil {
+			return false
+		}
+		if at, _, err := j.Open(b, super.Tail); err == nil || at.Sequence > super.Tail {
+			return false
+		}
+	}
+	return true
 }
 
 // metadataMask has a bit for each drive with the metadata role.

@@ -41,6 +41,9 @@ func (r *reservation) advise(off, n int) {
 	}
 }
 
+// adviseWhole asks for huge pages for what is going to be filled as a whole.
+func (r *reservation) adviseWhole() { _ = unix.Madvise(r.b, unix.MADV_HUGEPAGE) }
+
 func (r *reservation) release() {
 	if r.b != nil {
 		_ = unix.Munmap(r.b)

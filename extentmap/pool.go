@@ -404,16 +404,27 @@ func (p *Pool) IsCommitted(slot uint32) bool {
 	return p.rowOf(slot) != nil && ondisk.State(p.record(slot)[ondisk.RecordStateOff]) == ondisk.StateCommitted
 }
 
-// Committed calls f for every committed slot (at Open of gpufile).
+// LastHit is the first part of HitInfo.
+func (p *Pool) LastHit(slot uint32) uint32 { return atomic.LoadUint32(&p.lastHit[slot]) }
+
+// Committed calls f for every committed slot.
 func (p *Pool) Committed(f func(slot uint32)) {
-	for n := range p.highest.Load() {
+	p.CommittedIn(0, p.highest.Load(), func(slot uint32, _ []byte) { f(slot) })
+}
+
+// CommittedIn calls f for every committed slot of the rows from up to, and not including, to, with its encoded record,
+// which aliases the table; its hit fields are those of the last checkpoint that wrote them (at Open of gpufile).
+func (p *Pool) CommittedIn(from, to uint32, f func(slot uint32, record []byte)) {
+	for n := from; n < min(to, p.highest.Load()); n++ {
 		if p.byNumber[n].Load() == nil {
 			continue
 		}
 		t := p.rowTable(n)
 		for i := range p.slotsPerRow {
-			if ondisk.State(t[ondisk.RecordOffset(i)+ondisk.RecordStateOff]) == ondisk.StateCommitted {
-				f(n*p.slotsPerRow + i)
+			off := ondisk.RecordOffset(i)
+			rec := t[off : off+ondisk.RecordBytes : off+ondisk.RecordBytes]
+			if ondisk.State(rec[ondisk.RecordStateOff]) == ondisk.StateCommitted {
+				f(n*p.slotsPerRow+i, rec)
 			}
 		}
 	}
@@ -572,11 +583,11 @@ func (p *Pool) publish(r *row) {
 	p.mapChange.Add(1)
 }
 
-// deriveFree computes a row's free slots from its records, and takes the hits over from them.
+// deriveFree computes a row's free slots from its records, and takes the hits over from them. Nothing of the row can be
+// allocated before its slots are counted free, so its part of the tables needs no lock.
 func (p *Pool) deriveFree(r *row) {
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	w := uint32(p.v.width)
+	freeBy, used := make([]uint32, w), uint32(0)
 	base := int(r.number*w) * int(p.setWords)
 	words := p.busy[base : base+int(w*p.setWords)]
 	for i := range words {
@@ -588,12 +599,27 @@ func (p *Pool) deriveFree(r *row) {
 		slot := r.number*p.slotsPerRow + i
 		rec := t[ondisk.RecordOffset(i):]
 		if ondisk.State(rec[ondisk.RecordStateOff]) == ondisk.StateCommitted {
-			p.lastHit[slot] = le.Uint32(rec[ondisk.RecordLastHitOff:])
-			p.hits[slot] = le.Uint32(rec[ondisk.RecordHitsOff:])
-			p.nUsed++
+			// Zeroes are there already, and pages of files that were never hit take no memory.
+			if hits := le.Uint32(rec[ondisk.RecordHitsOff:]); hits != 0 {
+				p.hits[slot] = hits
+			}
+			if last := le.Uint32(rec[ondisk.RecordLastHitOff:]); last != 0 {
+				p.lastHit[slot] = last
+			}
+			used++
 			continue
 		}
-		p.setFree(slot)
+		word, mask, residue := p.bit(slot)
+		p.busy[word] &^= mask
+		freeBy[residue]++
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.nUsed += used
+	for residue, n := range freeBy {
+		if n > 0 {
+			p.countFree(r, uint32(residue), int32(n))
+		}
 	}
 }
 

@@ -262,13 +262,14 @@ func (t *table) scan(from uint64, out []uint64) int {
 	return n
 }
 
-// reserveArena makes all tables at once for the given numbers of entries, in one mapping that can have huge pages.
-func (x *index) reserveArena(counts *[indexShards]int) {
-	total := 0
-	for i, n := range counts {
+// reserveArena makes all tables at once, unfilled, in one mapping that can have huge pages. ends has for each shard the
+// number of entries up to its last.
+func (x *index) reserveArena(ends *[indexShards]int) {
+	total, before := 0, 0
+	for i, end := range ends {
 		t := &x.shards[i]
-		t.size = uint64(n)*100/70 + 8
-		total += tableWords(t.size)
+		t.size = uint64(end-before)*100/70 + 8
+		total, before = total+tableWords(t.size), end
 	}
 	words, raw := mapWords(total)
 	x.arena = raw
@@ -276,7 +277,6 @@ func (x *index) reserveArena(counts *[indexShards]int) {
 		t := &x.shards[i]
 		n := tableWords(t.size)
 		t.b, words = words[:n:n], words[n:]
-		fill(t.b)
 	}
 }
 

@@ -1,16 +1,41 @@
 package gpufile
 
 import (
-	"cmp"
+	"encoding/binary"
+	"math/bits"
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 
 	"tuttifs/extentmap/ondisk"
 )
 
-// load makes index, chains and policy from the committed records. Passes are linear, and in parallel where they only
-// write to places of their own.
+// loading makes index, chains and policy from the committed records. A mount reads every record a few times, in the
+// order in which they lie, and writes tables of tens of bytes a file; memory is what it waits for. So every pass runs on
+// all cores, over parts of the rows or over what only one worker writes, reads only the fields it needs, and the
+// scratch tables are two words a slot, used again and again.
+type loading struct {
+	p     *Pool
+	parts []loadPart
+	// words are the index entries in the order of their shards, then the files in the order of their age.
+	words []uint64
+	// scratch has by slot one more than the parent's slot, 0 for no parent; then it is the sort's.
+	scratch []uint64
+	losers  []uint32 // slots that lost their key to a record of a higher sequence
+}
+
+// loadPart is one worker's share: a range of rows, and what was counted there.
+type loadPart struct {
+	from, to         uint32
+	at               [indexShards]int // entries by shard; then where the next of each goes
+	tenants          map[uint32]int64
+	first, last      uint32 // time of use
+	position         uint32 // highest
+	files            int
+	visible, orphans int // in the policy, and among the orphans
+}
+
 func (p *Pool) load() error {
 	slots := p.m.Slots()
 	if slots == 0 {
@@ -19,75 +44,141 @@ func (p *Pool) load() error {
 	if err := p.nodes.ensure(slots); err != nil {
 		return err
 	}
-	entries, raw := mapWords(int(slots))
-	defer func() { unmap(raw) }()
-	n := 0
-	p.m.Committed(func(slot uint32) { entries[n] = uint64(slot); n++ })
-	losers := p.loadIndex(entries[:n])
-	p.files = uint64(n - len(losers))
-	order := entries[:n]
-	p.loadChains(order)
-	for _, slot := range losers {
-		p.nodes.s[slot].meta = 0
+	l := loading{p: p, parts: loadParts(slots / p.m.SlotsPerRow())}
+	l.each((*loading).readRecords)
+	files := 0
+	for i := range l.parts {
+		files += l.parts[i].files
 	}
+	words, raw := mapWords(files)
+	defer unmap(raw)
+	scratch, raw2 := mapWords(int(slots))
+	defer unmap(raw2)
+	l.words, l.scratch = words, scratch
+	l.loadIndex()
+	l.each((*loading).findParents)
+	parallel(len(scratch), l.linkParents)
+	l.loadPolicy()
+	l.chargeTenants()
+	p.files = uint64(files - len(l.losers))
 	if !p.s.readOnly {
-		p.toFree = append(p.toFree, losers...)
+		p.toFree = append(p.toFree, l.losers...)
 		p.flushFrees()
 	}
 	return nil
 }
 
+// loadParts divides rows among all cores.
+func loadParts(rows uint32) []loadPart {
+	n := min(uint32(runtime.GOMAXPROCS(0)), rows)
+	parts := make([]loadPart, n)
+	for i := range parts {
+		parts[i] = loadPart{
+			from: uint32(uint64(rows) * uint64(i) / uint64(n)), to: uint32(uint64(rows) * uint64(i+1) / uint64(n)),
+			tenants: make(map[uint32]int64), first: ^uint32(0),
+		}
+	}
+	return parts
+}
+
+// each runs f for all parts at once.
+func (l *loading) each(f func(l *loading, part *loadPart)) {
+	parallel(len(l.parts), func(from, to int) {
+		for i := from; i < to; i++ {
+			f(l, &l.parts[i])
+		}
+	})
+}
+
 // parallel runs f over parts of n, on all cores.
 func parallel(n int, f func(from, to int)) {
-	parts := runtime.GOMAXPROCS(0)
+	workers := runtime.GOMAXPROCS(0)
 	var wg sync.WaitGroup
-	for i := range parts {
-		wg.Add(1)
-		go func() {
-			defer wg.Done()
-			f(n*i/parts, n*(i+1)/parts)
-		}()
+	for i := range workers {
+		if from, to := n*i/workers, n*(i+1)/workers; from < to {
+			wg.Go(func() { f(from, to) })
+		}
 	}
 	wg.Wait()
 }
 
-// loadIndex fills the index, and returns the slots that lost their key to a record of a higher sequence.
-func (p *Pool) loadIndex(slots []uint64) (losers []uint32) {
-	var counts [indexShards]int
-	for _, s := range slots {
-		counts[p.m.RecordKey(uint32(s))[0]]++
+// readRecords counts, and makes the nodes. Until the policy links them, a node's links hold what it is sorted by: the
+// position in older, the time of the last use in newer.
+func (l *loading) readRecords(part *loadPart) {
+	le := binary.LittleEndian
+	nodes := l.p.nodes.s
+	tenant, n := uint32(0), int64(0)
+	l.p.m.CommittedIn(part.from, part.to, func(slot uint32, rec []byte) {
+		used := max(l.p.m.LastHit(slot), uint32(int64(le.Uint64(rec[ondisk.RecordTimeOff:]))/1e9))
+		position := le.Uint32(rec[ondisk.RecordPositionOff:])
+		nodes[slot] = node{
+			meta: flagVisible, first: none, next: none, prev: none, older: position, newer: used,
+		}
+		part.first, part.last = min(part.first, used), max(part.last, used)
+		part.position = max(part.position, position)
+		part.at[rec[ondisk.RecordKeyOff]]++
+		part.files++
+		if t := le.Uint32(rec[ondisk.RecordTenantOff:]); t != tenant {
+			part.tenants[tenant] += n
+			tenant, n = t, 0
+		}
+		n++
+	})
+	part.tenants[tenant] += n
+}
+
+// loadIndex fills the index. Of records with one key the one with the highest sequence stays.
+func (l *loading) loadIndex() {
+	var ends [indexShards]int
+	next := 0
+	for shard := range ends {
+		for i := range l.parts {
+			at := &l.parts[i].at[shard]
+			*at, next = next, next+*at
+		}
+		ends[shard] = next
 	}
-	x := p.index
-	x.reserveArena(&counts)
-	sorted, raw := mapWords(len(slots))
-	defer unmap(raw)
-	var at [indexShards + 1]int
-	for i, c := range counts {
-		at[i+1] = at[i] + c
-	}
-	next := at
-	for _, s := range slots {
-		k := p.m.RecordKey(uint32(s))
-		sorted[next[k[0]]] = x.entry(k, uint32(s))
-		next[k[0]]++
-	}
-	var mu sync.Mutex
-	parallel(indexShards, func(from, to int) {
-		for shard := from; shard < to; shard++ {
-			part := sorted[at[shard]:at[shard+1]]
-			slices.Sort(part)
-			lost := p.dropDuplicates(part)
+	x := l.p.index
+	x.reserveArena(&ends)
+	l.each((*loading).scatterEntries)
+	var mu sync.Mutex // losers
+	var shards atomic.Int32
+	parallel(runtime.GOMAXPROCS(0), func(int, int) {
+		var scratch []uint64
+		for shard := int(shards.Add(1)) - 1; shard < indexShards; shard = int(shards.Add(1)) - 1 {
+			entries := l.words[:ends[shard]]
+			if shard > 0 {
+				entries = entries[ends[shard-1]:]
+			}
+			if len(scratch) < len(entries) {
+				scratch = make([]uint64, len(entries)+len(entries)/8)
+			}
+			entries = radixSort(entries, scratch[:len(entries)], 32, 32+tagBits, 1)
+			lost := l.p.dropDuplicates(entries)
 			t := &x.shards[shard]
-			if !t.place(part) {
+			if !t.place(entries) {
 				t.count = 0
-				t.resizeFrom(part)
+				t.resizeFrom(entries)
 			}
 			mu.Lock()
-			losers = append(losers, lost...)
+			l.losers = append(l.losers, lost...)
 			mu.Unlock()
 		}
 	})
-	return losers
+	for _, slot := range l.losers {
+		l.p.nodes.s[slot] = node{}
+		l.parts[0].tenants[l.p.m.RecordTenant(slot)]--
+	}
+}
+
+// scatterEntries puts a part's index entries where their shards are, in the order of slots.
+func (l *loading) scatterEntries(part *loadPart) {
+	x := l.p.index
+	l.p.m.CommittedIn(part.from, part.to, func(slot uint32, rec []byte) {
+		k := (*Key)(rec[ondisk.RecordKeyOff:])
+		l.words[part.at[k[0]]] = x.entry(k, slot)
+		part.at[k[0]]++
+	})
 }
 
 // resizeFrom makes a table of sorted entries that the prepared one had no room for.
@@ -119,121 +210,196 @@ func (p *Pool) dropDuplicates(sorted []uint64) (losers []uint32) {
 	return losers
 }
 
-// loadChains links files to their parents and puts them into the policy, the least recent first.
-func (p *Pool) loadChains(order []uint64) {
-	for _, e := range order {
-		p.nodes.s[uint32(e)] = node{first: none, next: none, prev: none, older: none, newer: none}
-	}
-	for i := range p.index.shards {
-		for _, v := range p.index.shards[i].b {
-			if v != empty {
-				p.nodes.s[uint32(v)].meta = flagVisible
-			}
-		}
-	}
-	parents, raw := mapWords(len(order))
-	defer unmap(raw)
-	ages, raw2 := mapWords(len(p.nodes.s)) // by slot: position above, time of the last use below
-	defer unmap(raw2)
-	parallel(len(order), func(from, to int) { p.findParents(order[from:to], parents[from:to], ages) })
-	for i, e := range order {
-		slot := uint32(e)
-		if !p.nodes.s[slot].is(flagVisible) {
-			continue
-		}
-		if parent := uint32(parents[i]); parent != none {
-			p.link(parent, slot)
-		} else if parents[i]>>32 != 0 {
-			p.nodes.s[slot].set(flagOrphan)
-		}
-	}
-	p.loadPolicy(order, parents, ages)
+// children are files whose parents are looked up together.
+type children struct {
+	n         int
+	slots     [lookupStage]uint32
+	tenants   [lookupStage]uint32
+	parents   [lookupStage]Key
+	positions [lookupStage]uint32
+	found     [lookupStage]uint32
 }
 
-// findParents looks the parents of slots up: the parent's slot in the lower half, all ones for none; the upper half
-// is not zero for a file that should have one. It also fills ages, and counts tenants' slots.
-func (p *Pool) findParents(slots, parents, ages []uint64) {
-	var keys [lookupStage]Key
-	var found [lookupStage]uint32
-	var recs [lookupStage]ondisk.Record
-	use := make(map[uint32]int64)
-	for base := 0; base < len(slots); base += lookupStage {
-		n := min(lookupStage, len(slots)-base)
-		for i, s := range slots[base : base+n] {
-			recs[i] = p.m.Record(uint32(s))
-			keys[i] = recs[i].Parent
-			used := max(recs[i].LastHit, uint32(recs[i].CommitTime/1e9))
-			ages[s] = uint64(recs[i].Position)<<32 | uint64(used)
+// findParents fills scratch with the visible parents of a part's files, and marks those that should have one and do
+// not.
+func (l *loading) findParents(part *loadPart) {
+	le := binary.LittleEndian
+	nodes := l.p.nodes.s
+	var c children
+	last, lastKey := none, &Key{}
+	l.p.m.CommittedIn(part.from, part.to, func(slot uint32, rec []byte) {
+		n := &nodes[slot]
+		if !n.is(flagVisible) {
+			return
 		}
-		p.index.lookup(keys[:n], found[:n])
-		for i := range n {
-			parent := found[i]
-			if parent != none && !isParent(p.m.Record(parent), &recs[i]) {
-				parent = none
-			}
-			parents[base+i] = uint64(parent)
-			if keys[i] != (Key{}) {
-				parents[base+i] |= 1 << 32
-			} else {
-				parents[base+i] = uint64(none)
-			}
-			if p.nodes.s[uint32(slots[base+i])].is(flagVisible) {
-				use[recs[i].Tenant]++
+		part.visible++
+		parent := (*Key)(rec[ondisk.RecordParentOff:])
+		tenant := le.Uint32(rec[ondisk.RecordTenantOff:])
+		switch {
+		case *parent == (Key{}):
+		case *parent == *lastKey && l.isParent(last, tenant, n.older): // as a chain stored in one go lies
+			l.scratch[slot] = uint64(last) + 1
+		default:
+			c.slots[c.n], c.tenants[c.n], c.parents[c.n], c.positions[c.n] = slot, tenant, *parent, n.older
+			if c.n++; c.n == lookupStage {
+				l.lookUp(part, &c)
 			}
 		}
+		last, lastKey = slot, (*Key)(rec[ondisk.RecordKeyOff:])
+	})
+	l.lookUp(part, &c)
+}
+
+// isParent is what isParent says of records, for files whose nodes are not linked yet.
+func (l *loading) isParent(parent, tenant, position uint32) bool {
+	return l.p.nodes.s[parent].older < position && l.p.m.RecordTenant(parent) == tenant
+}
+
+func (l *loading) lookUp(part *loadPart, c *children) {
+	l.p.index.lookup(c.parents[:c.n], c.found[:c.n])
+	for i, slot := range c.slots[:c.n] {
+		if parent := c.found[i]; parent != none && l.isParent(parent, c.tenants[i], c.positions[i]) {
+			l.scratch[slot] = uint64(parent) + 1
+			continue
+		}
+		l.p.nodes.s[slot].set(flagOrphan)
+		part.visible--
+		part.orphans++
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	for tenant, n := range use {
-		p.charge(tenant, n)
+	c.n = 0
+}
+
+// linkParents links the children of a range of parents. A child's links and flags, but for its own list of children,
+// belong to whoever has its parent: each word has one writer.
+func (l *loading) linkParents(from, to int) {
+	for slot, parent := range l.scratch {
+		if parent > uint64(from) && parent <= uint64(to) {
+			l.p.link(uint32(parent-1), uint32(slot))
+		}
 	}
 }
 
 // loadPolicy inserts the files by the time of their last use, children before their parents where that is equal.
-func (p *Pool) loadPolicy(order, scratch, ages []uint64) {
-	// Sort by position, the deepest first, then stably by time.
-	for i, e := range order {
-		slot := uint32(e)
-		order[i] = ^(ages[slot]>>32)<<32 | uint64(slot)
+func (l *loading) loadPolicy() {
+	first, last, position := ^uint32(0), uint32(0), uint32(0)
+	visible, orphans := 0, 0
+	for i := range l.parts {
+		part := &l.parts[i]
+		first, last = min(first, part.first), max(last, part.last)
+		position = max(position, part.position)
+		visible, orphans = visible+part.visible, orphans+part.orphans
 	}
-	radixSort(order, scratch)
-	for i, e := range order {
-		slot := uint32(e)
-		order[i] = ages[slot]<<32 | uint64(slot)
+	if visible+orphans == 0 {
+		return
 	}
-	radixSort(order, scratch)
-	for _, e := range order {
-		slot := uint32(e)
-		switch n := &p.nodes.s[slot]; {
-		case !n.is(flagVisible):
-		case n.is(flagOrphan):
-			p.orphans.pushNewest(slot)
-		default:
-			p.policy.insert(slot, none)
+	// A word is time, depth upside down, slot. Where that is too much for one, depths beyond what fits count as equal.
+	slotBits := bits.Len(uint(len(l.scratch) - 1))
+	depthBits := min(bits.Len32(position), 64-slotBits-bits.Len32(last-first))
+	depthMax := uint32(uint64(1)<<depthBits - 1)
+	listed, orphaned := l.words[:visible], l.words[visible:visible+orphans]
+	starts := make([][2]int, len(l.parts))
+	for i := 1; i < len(starts); i++ {
+		before := &l.parts[i-1]
+		starts[i] = [2]int{starts[i-1][0] + before.visible, starts[i-1][1] + before.orphans}
+	}
+	perRow := l.p.m.SlotsPerRow()
+	parallel(len(l.parts), func(from, to int) {
+		for i := from; i < to; i++ {
+			at := starts[i]
+			for slot := l.parts[i].from * perRow; slot < l.parts[i].to*perRow; slot++ {
+				n := &l.p.nodes.s[slot]
+				if !n.is(flagVisible) {
+					continue
+				}
+				word := uint64(n.newer-first)<<depthBits | uint64(depthMax-min(n.older, depthMax))
+				word = word<<slotBits | uint64(slot)
+				if n.is(flagOrphan) {
+					orphaned[at[1]] = word
+					at[1]++
+				} else {
+					listed[at[0]] = word
+					at[0]++
+				}
+			}
+		}
+	})
+	top := slotBits + depthBits + bits.Len32(last-first)
+	mask := uint64(1)<<slotBits - 1
+	l.p.policy.load(radixSort(listed, l.scratch[:visible], slotBits, top, len(l.parts)), mask)
+	l.p.orphans.load(radixSort(orphaned, l.scratch[:orphans], slotBits, top, len(l.parts)), mask)
+}
+
+// chargeTenants counts the slots of all tenants.
+func (l *loading) chargeTenants() {
+	l.p.mu.Lock()
+	defer l.p.mu.Unlock()
+	all := l.parts[0].tenants
+	for i := range l.parts[1:] {
+		for tenant, n := range l.parts[i+1].tenants {
+			all[tenant] += n
+		}
+	}
+	for tenant, n := range all {
+		if n != 0 {
+			l.p.charge(tenant, n)
 		}
 	}
 }
 
-// radixSort sorts by the upper halves, stably.
-func radixSort(a, scratch []uint64) {
-	if len(a) < 1<<16 {
-		slices.SortStableFunc(a, func(x, y uint64) int { return cmp.Compare(x>>32, y>>32) })
-		return
+const (
+	radixBits = 11
+	// radixMin is the length from which counting beats comparing.
+	radixMin = 1 << 10
+)
+
+// radixSort sorts words by their bits from low up to, and not including, top, where words that are equal there are in
+// ascending order already. The result is in a or in scratch, which is as long. Digits that all words have alike cost one
+// look.
+func radixSort(a, scratch []uint64, low, top, workers int) []uint64 {
+	if len(a) < radixMin {
+		slices.Sort(a)
+		return a
 	}
-	const bitsPerPass = 16
-	for shift := 32; shift < 64; shift += bitsPerPass {
-		var counts [1<<bitsPerPass + 1]int
-		for _, v := range a {
-			counts[v>>shift&(1<<bitsPerPass-1)+1]++
+	counts := make([][1 << radixBits]int, workers)
+	share := func(f func(counts *[1 << radixBits]int, part []uint64)) {
+		var wg sync.WaitGroup
+		for i := range counts[1:] {
+			part := a[len(a)*(i+1)/workers : len(a)*(i+2)/workers]
+			wg.Go(func() { f(&counts[i+1], part) })
 		}
-		for i := 1; i < len(counts); i++ {
-			counts[i] += counts[i-1]
-		}
-		for _, v := range a {
-			d := v >> shift & (1<<bitsPerPass - 1)
-			scratch[counts[d]] = v
-			counts[d]++
-		}
-		copy(a, scratch[:len(a)])
+		f(&counts[0], a[:len(a)/workers])
+		wg.Wait()
 	}
+	for shift := low; shift < top; shift += radixBits {
+		mask := uint64(1)<<min(radixBits, top-shift) - 1
+		share(func(counts *[1 << radixBits]int, part []uint64) {
+			clear(counts[:])
+			for _, w := range part {
+				counts[w>>shift&mask]++
+			}
+		})
+		alike := 0
+		for i := range counts {
+			alike += counts[i][a[0]>>shift&mask]
+		}
+		if alike == len(a) {
+			continue
+		}
+		next := 0
+		for digit := range mask + 1 {
+			for i := range counts {
+				at := &counts[i][digit]
+				*at, next = next, next+*at
+			}
+		}
+		share(func(at *[1 << radixBits]int, part []uint64) {
+			for _, w := range part {
+				d := w >> shift & mask
+				scratch[at[d]] = w
+				at[d]++
+			}
+		})
+		a, scratch = scratch, a
+	}
+	return a
 }

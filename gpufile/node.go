@@ -62,6 +62,29 @@ func (l *list) pushNewest(s uint32) {
 	l.n++
 }
 
+// load makes a list of slots, the oldest first, that are the words' bits in mask. The list is empty before.
+func (l *list) load(words []uint64, mask uint64) {
+	if len(words) == 0 {
+		return
+	}
+	l.oldest, l.newest, l.n = uint32(words[0]&mask), uint32(words[len(words)-1]&mask), len(words)
+	parallel(len(words), func(from, to int) {
+		older := none
+		if from > 0 {
+			older = uint32(words[from-1] & mask)
+		}
+		for i := from; i < to; i++ {
+			slot, newer := uint32(words[i]&mask), none
+			if i+1 < len(words) {
+				newer = uint32(words[i+1] & mask)
+			}
+			n := &l.a.s[slot]
+			n.older, n.newer = older, newer
+			older = slot
+		}
+	})
+}
+
 func (l *list) pushOldest(s uint32) {
 	n := &l.a.s[s]
 	n.older, n.newer = none, l.oldest

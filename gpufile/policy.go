@@ -10,6 +10,9 @@ import "fmt"
 type policy interface {
 	// insert adds a file that was just committed; parent is its parent's slot, or none.
 	insert(slot, parent uint32)
+	// load adds the files of a mount, the least recently used first, to a policy that is empty: slots are the words'
+	// bits in mask.
+	load(words []uint64, mask uint64)
 	// touch notes a hit. A pin touches a chain leaf first, so that a parent is never less recent than its children.
 	touch(slot uint32)
 	// remove takes a file out for other reasons than eviction.

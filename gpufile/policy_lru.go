@@ -15,6 +15,8 @@ func (p *lru) insert(slot, parent uint32) {
 	p.q.pushNewest(slot)
 }
 
+func (p *lru) load(words []uint64, mask uint64) { p.q.load(words, mask) }
+
 func (p *lru) touch(slot uint32)   { p.q.toNewest(slot) }
 func (p *lru) remove(slot uint32)  { p.q.remove(slot) }
 func (p *lru) exposed(uint32)      {}

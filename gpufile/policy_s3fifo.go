@@ -38,6 +38,9 @@ func (p *s3fifo) insert(slot, _ uint32) {
 	p.queue(slot).pushNewest(slot)
 }
 
+// load puts all files on probation: nothing is remembered of who failed it before.
+func (p *s3fifo) load(words []uint64, mask uint64) { p.small.load(words, mask) }
+
 func (p *s3fifo) touch(slot uint32) {
 	if n := p.node(slot); n.refs() < s3RefsMax {
 		n.meta += refOne

@@ -19,6 +19,8 @@ func (p *sieve) insert(slot, _ uint32) {
 	p.q.pushNewest(slot)
 }
 
+func (p *sieve) load(words []uint64, mask uint64) { p.q.load(words, mask) }
+
 func (p *sieve) touch(slot uint32) { p.q.a.s[slot].set(refOne) }
 
 func (p *sieve) remove(slot uint32) {

@@ -36,12 +36,15 @@ type Record struct {
 
 // Offsets within a record of what is read or written without decoding the rest.
 const (
-	RecordKeyOff     = 0
-	RecordSeqOff     = 80
-	RecordLastHitOff = 96
-	RecordHitsOff    = 100
-	RecordTenantOff  = 104
-	RecordStateOff   = 120
+	RecordKeyOff      = 0
+	RecordParentOff   = 32
+	RecordSeqOff      = 80
+	RecordTimeOff     = 88
+	RecordLastHitOff  = 96
+	RecordHitsOff     = 100
+	RecordTenantOff   = 104
+	RecordPositionOff = 116
+	RecordStateOff    = 120
 )
 
 // Encode fills b[:RecordBytes].
@@ -49,17 +52,17 @@ func (r *Record) Encode(b []byte) {
 	b = b[:RecordBytes]
 	le := binary.LittleEndian
 	copy(b, r.Key[:])
-	copy(b[32:], r.Parent[:])
+	copy(b[RecordParentOff:], r.Parent[:])
 	le.PutUint64(b[64:], r.Nonce)
 	le.PutUint64(b[72:], r.Generation)
 	le.PutUint64(b[RecordSeqOff:], r.Sequence)
-	le.PutUint64(b[88:], uint64(r.CommitTime))
+	le.PutUint64(b[RecordTimeOff:], uint64(r.CommitTime))
 	le.PutUint32(b[RecordLastHitOff:], r.LastHit)
 	le.PutUint32(b[RecordHitsOff:], r.Hits)
-	le.PutUint32(b[104:], r.Tenant)
+	le.PutUint32(b[RecordTenantOff:], r.Tenant)
 	le.PutUint32(b[108:], r.Owner)
 	le.PutUint32(b[112:], r.Tokens)
-	le.PutUint32(b[116:], r.Position)
+	le.PutUint32(b[RecordPositionOff:], r.Position)
 	b[RecordStateOff] = uint8(r.State)
 	b[121] = r.Flags
 	clear(b[122:])
@@ -70,17 +73,17 @@ func (r *Record) Decode(b []byte) {
 	b = b[:RecordBytes]
 	le := binary.LittleEndian
 	r.Key = Key(b)
-	r.Parent = Key(b[32:])
+	r.Parent = Key(b[RecordParentOff:])
 	r.Nonce = le.Uint64(b[64:])
 	r.Generation = le.Uint64(b[72:])
 	r.Sequence = le.Uint64(b[RecordSeqOff:])
-	r.CommitTime = int64(le.Uint64(b[88:]))
+	r.CommitTime = int64(le.Uint64(b[RecordTimeOff:]))
 	r.LastHit = le.Uint32(b[RecordLastHitOff:])
 	r.Hits = le.Uint32(b[RecordHitsOff:])
-	r.Tenant = le.Uint32(b[104:])
+	r.Tenant = le.Uint32(b[RecordTenantOff:])
 	r.Owner = le.Uint32(b[108:])
 	r.Tokens = le.Uint32(b[112:])
-	r.Position = le.Uint32(b[116:])
+	r.Position = le.Uint32(b[RecordPositionOff:])
 	r.State = State(b[RecordStateOff])
 	r.Flags = b[121]
 }
