@@ -542,6 +542,32 @@ func TestDamagedJournal(t *testing.T) {
 	require.ErrorContains(t, err, "fsck")
 }
 
+// TestStaleSuperblock: the journal of a volume that was unmounted is read as a whole where its tail's place says that
+// the superblock is not the unmount's, and what is missing is not taken as never written.
+func TestStaleSuperblock(t *testing.T) {
+	set := maptest.NewSet(8*mib, 8*mib)
+	format(t, set.Drives(), extentmap.FormatOptions{JournalBytes: 64 << 10})
+	v := open(t, set.Drives(), extentmap.Options{})
+	addRow(t, createPool(t, v, spec("p", 3)))
+	require.NoError(t, v.Close())
+	images := set.Snapshot()
+	l, err := ondisk.DecodeLabel(images[0].Bytes()[:ondisk.BlockBytes], 0)
+	require.NoError(t, err)
+	super := readSuperblock(t, set, l)
+	j := ondisk.Journal{First: l.Region.JournalUnit, Blocks: l.Region.JournalBlocks,
+		Tag: ondisk.VolumeTag(l.Volume), Nonce: super.Nonce}
+	block := make([]byte, ondisk.BlockBytes)
+	for _, s := range []uint64{super.Tail + 1, super.Tail + j.Blocks} { // the tail itself is overwritten
+		j.Seal(block, ondisk.BatchBlock{Sequence: s, Count: 1}, nil)
+		for _, m := range images {
+			m.WriteAt(block, int64(j.Unit(s))*ondisk.BlockBytes)
+		}
+	}
+	_, err = extentmap.OpenDrives(maptest.FromImages(images).Drives(), extentmap.Options{})
+	require.ErrorIs(t, err, extentmap.ErrCorrupt)
+	require.ErrorContains(t, err, "fsck")
+}
+
 // TestHostileJournal mounts journals that are whole and right but for what they say. Whatever that is, a mount refuses
 // it or applies it; it never crashes, and never gives two rows one segment.
 func TestHostileJournal(t *testing.T) {

@@ -20,7 +20,8 @@ type loading struct {
 	parts []loadPart
 	// words are the index entries in the order of their shards, then the files in the order of their age.
 	words []uint64
-	// scratch has by slot one more than the parent's slot, 0 for no parent; then it is the sort's.
+	// scratch has by slot what the index needs to know of the key; then one more than the parent's slot, 0 for no
+	// parent; then it is the sort's.
 	scratch []uint64
 	losers  []uint32 // slots that lost their key to a record of a higher sequence
 }
@@ -44,17 +45,17 @@ func (p *Pool) load() error {
 	if err := p.nodes.ensure(slots); err != nil {
 		return err
 	}
-	l := loading{p: p, parts: loadParts(slots / p.m.SlotsPerRow())}
+	scratch, raw := mapWords(int(slots))
+	defer unmap(raw)
+	l := loading{p: p, parts: loadParts(slots / p.m.SlotsPerRow()), scratch: scratch}
 	l.each((*loading).readRecords)
 	files := 0
 	for i := range l.parts {
 		files += l.parts[i].files
 	}
-	words, raw := mapWords(files)
-	defer unmap(raw)
-	scratch, raw2 := mapWords(int(slots))
+	words, raw2 := mapWords(files)
 	defer unmap(raw2)
-	l.words, l.scratch = words, scratch
+	l.words = words
 	l.loadIndex()
 	l.each((*loading).findParents)
 	parallel(len(scratch), l.linkParents)
@@ -102,7 +103,10 @@ func parallel(n int, f func(from, to int)) {
 	wg.Wait()
 }
 
-// readRecords counts, and makes the nodes. Until the policy links them, a node's links hold what it is sorted by: the
+// A committed slot's word of scratch, for the index: committedWord, the key's shard above its tag.
+const committedWord = uint64(1) << 63
+
+// readRecords counts, and makes the nodes and the words for the index. Until the policy links them, a node's links hold what it is sorted by: the
 // position in older, the time of the last use in newer.
 func (l *loading) readRecords(part *loadPart) {
 	le := binary.LittleEndian
@@ -116,7 +120,9 @@ func (l *loading) readRecords(part *loadPart) {
 		}
 		part.first, part.last = min(part.first, used), max(part.last, used)
 		part.position = max(part.position, position)
-		part.at[rec[ondisk.RecordKeyOff]]++
+		k := (*Key)(rec[ondisk.RecordKeyOff:])
+		l.scratch[slot] = committedWord | uint64(k[0])<<tagBits | l.p.index.tag(k)
+		part.at[k[0]]++
 		part.files++
 		if t := le.Uint32(rec[ondisk.RecordTenantOff:]); t != tenant {
 			part.tenants[tenant] += n
@@ -173,12 +179,16 @@ func (l *loading) loadIndex() {
 
 // scatterEntries puts a part's index entries where their shards are, in the order of slots.
 func (l *loading) scatterEntries(part *loadPart) {
-	x := l.p.index
-	l.p.m.CommittedIn(part.from, part.to, func(slot uint32, rec []byte) {
-		k := (*Key)(rec[ondisk.RecordKeyOff:])
-		l.words[part.at[k[0]]] = x.entry(k, slot)
-		part.at[k[0]]++
-	})
+	perRow := l.p.m.SlotsPerRow()
+	first := part.from * perRow
+	for i, w := range l.scratch[first : part.to*perRow] {
+		if w&committedWord == 0 {
+			continue
+		}
+		at := &part.at[w>>tagBits&(indexShards-1)]
+		l.words[*at] = w&(1<<tagBits-1)<<32 | uint64(first+uint32(i))
+		*at++
+	}
 }
 
 // resizeFrom makes a table of sorted entries that the prepared one had no room for.
@@ -229,6 +239,7 @@ func (l *loading) findParents(part *loadPart) {
 	last, lastKey := none, &Key{}
 	l.p.m.CommittedIn(part.from, part.to, func(slot uint32, rec []byte) {
 		n := &nodes[slot]
+		l.scratch[slot] = 0
 		if !n.is(flagVisible) {
 			return
 		}
