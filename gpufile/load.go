@@ -11,10 +11,10 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-// loading makes index, chains and policy from the committed records. A mount reads every record a few times, in the
-// order in which they lie, and writes tables of tens of bytes a file; memory is what it waits for. So every pass runs on
-// all cores, over parts of the rows or over what only one worker writes, reads only the fields it needs, and the
-// scratch tables are two words a slot, used again and again.
+// loading makes index, chains and policy from the committed records. Memory is what that waits for: to be read, and to
+// be given by the system in the first place. So every pass runs on all cores, over parts of the rows or over what only
+// one worker writes, and reads only the fields it needs; and the scratch tables are two words a slot, used again and
+// again.
 type loading struct {
 	p     *Pool
 	parts []loadPart
@@ -106,8 +106,8 @@ func parallel(n int, f func(from, to int)) {
 // A committed slot's word of scratch, for the index: committedWord, the key's shard above its tag.
 const committedWord = uint64(1) << 63
 
-// readRecords counts, and makes the nodes and the words for the index. Until the policy links them, a node's links hold what it is sorted by: the
-// position in older, the time of the last use in newer.
+// readRecords counts, and makes the nodes and the words for the index. Until the policy links them, a node's links hold
+// what it is sorted by: the position in older, the time of the last use in newer.
 func (l *loading) readRecords(part *loadPart) {
 	le := binary.LittleEndian
 	nodes := l.p.nodes.s
@@ -364,8 +364,8 @@ const (
 )
 
 // radixSort sorts words by their bits from low up to, and not including, top, where words that are equal there are in
-// ascending order already. The result is in a or in scratch, which is as long. Digits that all words have alike cost one
-// look.
+// ascending order already. The result is in a or in scratch, which is as long. Digits that all words have alike are
+// counted and no more.
 func radixSort(a, scratch []uint64, low, top, workers int) []uint64 {
 	if len(a) < radixMin {
 		slices.Sort(a)
