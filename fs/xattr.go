@@ -218,6 +218,9 @@ func (t *tree) RemoveXAttr(_ <-chan struct{}, header *fuse.InHeader, attr string
 	if _, ok := u.attrs.get(name); !ok {
 		return fuse.ENODATA
 	}
+	if u.state != uploadOpen {
+		return fuse.EPERM
+	}
 	u.attrs.clear(name)
 	return fuse.OK
 }
