@@ -236,6 +236,7 @@ func TestMkfsInfoFsck(t *testing.T) {
 	const uuid = "01234567-89ab-4def-8123-456789abcdef"
 
 	plan := decode[planDocument](t, tuttifs(t, "mkfs", "-n", "--json", "--size", "64m", "-L", "kv", "-U", uuid, d0, d1))
+	require.Equal(t, "file", plan.Drives[0].Kind)
 	require.True(t, plan.DryRun)
 	require.NoFileExists(t, d0)
 	require.Equal(t, []any{uuid, "kv", 2, 2}, []any{plan.UUID, plan.Label, plan.Width, len(plan.Drives)})

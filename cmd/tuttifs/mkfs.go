@@ -220,7 +220,18 @@ type planDocument struct {
 
 func planJSON(p *extentmap.FormatPlan, dryRun bool) planDocument {
 	return planDocument{outputVersion, dryRun, extentmap.FormatUUID(p.UUID), p.Label, p.Width, p.SegmentBytes,
-		p.JournalBytes, p.MetadataBytes, p.UsableBytes, daemon.NewDriveDocuments(p.Drives)}
+		p.JournalBytes, p.MetadataBytes, p.UsableBytes, planDrives(p)}
+}
+
+// planDrives describes the drives. A dry run has memory in place of the files that it would make.
+func planDrives(p *extentmap.FormatPlan) []daemon.DriveDocument {
+	list := daemon.NewDriveDocuments(p.Drives)
+	for i := range list {
+		if list[i].Kind == "memory" {
+			list[i].Kind = "file"
+		}
+	}
+	return list
 }
 
 func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {
@@ -236,7 +247,7 @@ func printPlan(e *env, p *extentmap.FormatPlan, dryRun bool) {
 	fmt.Fprintf(w, "journal\t%s\n", humanBytes(p.JournalBytes))
 	fmt.Fprintf(w, "metadata\t%s a drive\n", humanBytes(p.MetadataBytes))
 	fmt.Fprintf(w, "usable\t%s\n", humanBytes(p.UsableBytes))
-	for _, d := range daemon.NewDriveDocuments(p.Drives) {
+	for _, d := range planDrives(p) {
 		fmt.Fprintf(w, "drive %d\t%s, %s, %s, %d-byte blocks\n", d.Index, d.Name, d.Kind, humanBytes(d.Bytes), d.LBABytes)
 	}
 	w.Flush()
