@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"sync"
 	"time"
 	"unsafe"
 
@@ -84,22 +85,40 @@ func (c *Control) acceptLoop() {
 				continue
 			}
 		}
-		c.mu.Lock()
-		refuse := c.closed || len(c.connections) >= 2*c.o.MaxMembers
-		if !refuse {
-			c.connections[conn] = struct{}{}
-		}
-		c.mu.Unlock()
-		if refuse {
+		cred, err := peer(conn)
+		if err != nil || !c.admit(conn, cred.Uid) {
 			_ = conn.Close()
 			continue
 		}
-		c.workers.Go(func() { c.serve(conn) })
+		c.workers.Go(func() { c.serve(conn, cred.Uid) })
+	}
+}
+
+// admit lets a connection in that has not attached yet. One user's leave room for the others'.
+func (c *Control) admit(conn *net.UnixConn, uid uint32) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed || len(c.connections) >= 2*c.o.MaxMembers || c.strangers[uid] >= max(c.o.MaxMembers/2, 1) {
+		return false
+	}
+	c.connections[conn] = struct{}{}
+	c.strangers[uid]++
+	return true
+}
+
+// known counts a connection off that has attached, or ended.
+func (c *Control) known(uid uint32) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.strangers[uid]--; c.strangers[uid] == 0 {
+		delete(c.strangers, uid)
 	}
 }
 
 // serve speaks the attach protocol on one connection until it ends.
-func (c *Control) serve(conn *net.UnixConn) {
+func (c *Control) serve(conn *net.UnixConn, uid uint32) {
+	known := sync.OnceFunc(func() { c.known(uid) })
+	defer known()
 	defer func() {
 		c.mu.Lock()
 		delete(c.connections, conn)
@@ -123,6 +142,7 @@ func (c *Control) serve(conn *net.UnixConn) {
 		m.end("attaching: " + err.Error())
 		return
 	}
+	known()
 	_ = conn.SetReadDeadline(time.Time{})
 	m.converse(conn)
 }

@@ -2,6 +2,8 @@ package daemon
 
 import (
 	"encoding/binary"
+	"io"
+	"net"
 	"os"
 	"sync/atomic"
 	"testing"
@@ -56,6 +58,36 @@ func TestAttachIsChecked(t *testing.T) {
 	require.Zero(t, issue(other, ioctl.CmdSessionCreate, &s, 0))
 	_, err = s.Attach(ioctl.AttachOptions{Lanes: 64, Depth: 4096, DMABytes: 4096})
 	require.ErrorIs(t, err, ioctl.ENOMEM, "all processes together may have 8 MiB")
+}
+
+// TestStrangersAreBounded: connections that do not attach leave room for those that do.
+func TestStrangersAreBounded(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{MaxMembers: 4})
+	dial := func() *net.UnixConn {
+		conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: w.control.SocketPath(), Net: "unixpacket"})
+		require.NoError(t, err)
+		t.Cleanup(func() { _ = conn.Close() })
+		return conn
+	}
+	strangers := func(n int) {
+		t.Helper()
+		require.Eventually(t, func() bool {
+			w.control.mu.Lock()
+			defer w.control.mu.Unlock()
+			return w.control.strangers[uint32(os.Getuid())] == n
+		}, 10*time.Second, time.Millisecond)
+	}
+	first := dial()
+	dial()
+	strangers(2)
+	_, err := dial().Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF, "refused")
+	require.NoError(t, first.Close())
+	strangers(1)
+	for range 3 {
+		w.open(true).session(ioctl.AttachOptions{})
+		strangers(1)
+	}
 }
 
 // TestAttachIsPrivate: nobody but the user reaches the socket, and what others send is refused without harm.

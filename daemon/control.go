@@ -139,6 +139,7 @@ type Control struct {
 	sharedBytes uint64
 	evictions   int // under way
 	connections map[*net.UnixConn]struct{}
+	strangers   map[uint32]int // connections that have not attached, by user
 
 	scratch sync.Pool // of *scratch
 }
@@ -163,7 +164,8 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 	v := store.Volume()
 	info := v.Info()
 	c := &Control{o: o, store: store, nonce: info.Nonce, uuid: info.UUID, stop: make(chan struct{}),
-		handles: map[uint64]*handle{}, members: map[uint32]*member{}, connections: map[*net.UnixConn]struct{}{}}
+		handles: map[uint64]*handle{}, members: map[uint32]*member{}, connections: map[*net.UnixConn]struct{}{},
+		strangers: map[uint32]int{}}
 	c.scratch.New = func() any { return new(scratch) }
 	for _, d := range info.Drives {
 		dc, err := newController(v.Drive(d.Index), d.Index, info.ReadOnly, o)
