@@ -578,6 +578,11 @@ func TestMountAgain(t *testing.T) {
 		mountOn(t, paths[0], dir)
 	}
 	refused(t, 32, paths[1]+" is part of the volume that is mounted on "+dir, "mount", paths[1], t.TempDir())
+	copies := filepath.Join(t.TempDir(), "d0")
+	image, err := os.ReadFile(paths[0])
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(copies, image, 0o600))
+	refused(t, 32, copies+" is part of the volume that is mounted on "+dir, "mount", copies, t.TempDir())
 	refused(t, 1, "unmount it, and mount with the new ones", "mount", paths[0], dir, "-o", "remount,ro")
 	comm, err := os.ReadFile(fmt.Sprintf("/proc/%d/comm", daemonPID(t, dir)))
 	require.NoError(t, err)

@@ -150,13 +150,16 @@ const (
 
 // runDaemon serves until the mount is gone. A volume that is mounted already is refused at once and its mount named.
 func runDaemon(ctx context.Context, do daemon.Options) error {
+	if label, err := readLabel(do.Paths[0]); err == nil {
+		// Locks see neither that a file is behind a loop device nor that two devices are paths to one drive.
+		if dir := findVolumeMount(extentmap.FormatUUID(label.Volume), do.ReadOnly); dir != "" {
+			return fmt.Errorf("%s is part of the volume that is mounted on %s", do.Paths[0], dir)
+		}
+	}
 	for deadline := time.Now().Add(busyPatience); ; time.Sleep(busyRetry) {
 		err := daemon.Run(ctx, do)
 		if !errors.Is(err, extentmap.ErrBusy) {
 			return explain(err)
-		}
-		if path, dir := findUsed(do.Paths); dir != "" {
-			return fmt.Errorf("%s is part of the volume that is mounted on %s", path, dir)
 		}
 		if ctx.Err() != nil || time.Now().After(deadline) {
 			return err

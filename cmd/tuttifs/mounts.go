@@ -60,26 +60,22 @@ func findMount(dir string) (mountEntry, bool) {
 	return mountEntry{}, false
 }
 
-// findUsed returns the first of paths that is a drive of a mounted volume, and where that is mounted; "" if none is.
-func findUsed(paths []string) (path, dir string) {
+// findVolumeMount says where a volume is mounted; "" if it is not. Readers do not mind other readers.
+func findVolumeMount(uuid string, reader bool) string {
 	mounts, err := readMounts()
 	if err != nil {
-		return "", ""
+		return ""
 	}
 	for _, m := range mounts {
-		var doc daemon.DrivesDocument
-		if m.kind != fsType || readStatus(m.dir, "drives", &doc) != nil {
+		var doc daemon.VolumeDocument
+		if m.kind != fsType || readStatus(m.dir, "volume", &doc) != nil {
 			continue // a dead mount holds no drives, and one that may not be asked does not say
 		}
-		for _, d := range doc.Drives {
-			for _, p := range paths {
-				if sameFile(p, d.Name) {
-					return p, m.dir
-				}
-			}
+		if doc.UUID == uuid && !(reader && doc.ReadOnly) {
+			return m.dir
 		}
 	}
-	return "", ""
+	return ""
 }
 
 func sameFile(a, b string) bool {
