@@ -374,7 +374,7 @@ func TestWholeWay(t *testing.T) {
 
 	// A second mount of the same volume is refused by name, and mkfs as well.
 	refused(t, 32, "part of the volume that is mounted on "+dir, "mount", paths[0], mountPoint(t))
-	refused(t, 1, "use", "mkfs", "-f", paths[0])
+	refused(t, 1, "mounted on "+dir+": unmount it first", "mkfs", "-f", paths[0])
 
 	// Everything survives a remount through the names of mount(8).
 	tuttifs(t, "umount", dir)

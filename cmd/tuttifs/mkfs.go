@@ -179,6 +179,11 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 		if err := refuseMounted(path); err != nil {
 			return drives, made, err
 		}
+		if label, err := readLabel(path); err == nil {
+			if dir := findVolumeMount(extentmap.FormatUUID(label.Volume), false); dir != "" {
+				return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %s: unmount it first", path, dir)
+			}
+		}
 		d, err := drive.Open(path, drive.Options{ReadOnly: o.dryRun})
 		if errors.Is(err, drive.ErrBusy) {
 			return drives, made, fmt.Errorf("%s is in use: unmount its volume first: %w", path, err)
