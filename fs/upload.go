@@ -373,8 +373,7 @@ func (u *upload) store(key gpufile.Key, buf []byte, item gpufile.ReserveItem) {
 		}
 		u.t.o.Logf("pool %s: key %x is not stored: %v", u.p.Name(), key[:], err)
 	}
-	close(u.done)
-	removed := u.removed
+	removed, done := u.removed, u.done
 	u.mu.Unlock()
 	if err == nil {
 		u.t.writes.hide(u)
@@ -385,6 +384,7 @@ func (u *upload) store(key gpufile.Key, buf []byte, item gpufile.ReserveItem) {
 		}
 	}
 	u.t.released(u)
+	close(done) // last, so that who has waited finds the name free
 }
 
 // writersMax is how many objects of one file are written at once.
