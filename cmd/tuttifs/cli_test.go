@@ -606,6 +606,15 @@ func TestUmountTellsOfAFailure(t *testing.T) {
 	tuttifs(t, "fsck", "-n", "--data", drive)
 }
 
+// A volume without room for one file takes none, and replay says so.
+func TestReplayStoresNothing(t *testing.T) {
+	paths := formatted(t, 1, "4m")
+	dir := mounted(t, paths[0])
+	r := execAs(t, "tuttifs", "replay", "--model", "tiny", "--memory", "16m", smallTrace(t, 2), dir)
+	require.Zero(t, r.code, r.stderr)
+	require.Contains(t, r.stderr, "nothing was stored: no file fits")
+}
+
 func TestFullVolumeEvicts(t *testing.T) {
 	paths := formatted(t, 1, "64m")
 	dir := mounted(t, paths[0], "-o", "policy=s3fifo")
