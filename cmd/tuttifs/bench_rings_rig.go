@@ -91,7 +91,6 @@ type benchRig struct {
 	wake   uint32
 	done   chan struct{} // closed when the poller's thread has ended; nil if the waiting thread steps
 	clock  int32         // CPU clock of the poller's thread
-	idle   int           // steps without work
 }
 
 // benchShape of a rig.
@@ -152,14 +151,10 @@ func newBenchRig(b *benchDrives, s benchShape) (r *benchRig, err error) {
 	return r, nil
 }
 
-// step runs the controller on the thread that waits; with nothing to do for a while it naps, as the poller's own loop
-// does.
+// step runs the controller on the thread that waits; with nothing to do it sleeps until a drive has finished something.
 func (r *benchRig) step() {
-	const spins, nap = 8, 10_000
-	if r.idle++; r.poller.Step() > 0 {
-		r.idle = 0
-	} else if r.idle > spins {
-		_ = unix.Nanosleep(&unix.Timespec{Nsec: nap}, nil)
+	if r.poller.Step() == 0 {
+		r.poller.Await(time.Millisecond)
 	}
 }
 

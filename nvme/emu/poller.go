@@ -308,12 +308,7 @@ func (p *Poller) rest() bool {
 	p.mu.Unlock()
 	wake := p.cfg.Wake
 	if backend || wake == nil {
-		// The look at the workers' list after the announcement makes sure that none of them is overslept.
-		atomic.StoreUint32(&p.event, 1)
-		if p.workers.done.Load() == nil && !p.stop.Load() {
-			nvme.FutexWait(&p.event, 1, nap)
-		}
-		atomic.StoreUint32(&p.event, 0)
+		p.awaitWorkers(nap)
 		return false
 	}
 	armed := p.armed()
@@ -329,6 +324,30 @@ func (p *Poller) rest() bool {
 	}
 	nvme.FutexWait(wake, number, nap)
 	return atomic.LoadUint32(wake) != number
+}
+
+// awaitWorkers sleeps until a worker has finished something, at most for a time. The look at their list after the
+// announcement makes sure that none of them is overslept.
+func (p *Poller) awaitWorkers(nap time.Duration) {
+	atomic.StoreUint32(&p.event, 1)
+	if p.workers.done.Load() == nil && !p.stop.Load() {
+		nvme.FutexWait(&p.event, 1, nap)
+	}
+	atomic.StoreUint32(&p.event, 0)
+}
+
+// Await blocks until a drive has finished something, at most for a time; with nothing in flight it returns at once. It
+// is for threads that Step themselves and have nothing else to do.
+func (p *Poller) Await(timeout time.Duration) {
+	p.mu.Lock()
+	inKernel, blocked := p.ring != nil && p.ring.inflight > 0, p.blocked > 0
+	p.mu.Unlock()
+	switch {
+	case inKernel:
+		p.ring.wait(timeout)
+	case blocked:
+		p.awaitWorkers(timeout)
+	}
 }
 
 func (p *Poller) armed() bool { return p.cfg.Armed != nil && atomic.LoadUint32(p.cfg.Armed) != 0 }
