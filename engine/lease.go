@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"tuttifs/ioctl"
@@ -208,7 +209,7 @@ func (p *Pool) releaseParts(request uint64, parts int) error {
 }
 
 // Reserve leases slots for writing: all or nothing, or a leading run with partial. It retries while space is being
-// freed, until the deadline. Other ranks of the session join by the same id.
+// freed, until the deadline. Other ranks of the session join by the same id; a join that fails changes nothing for them.
 func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
 	if len(grants) < len(items) {
 		return 0, fmt.Errorf("%w: %d grants for %d items", ErrInvalid, len(grants), len(items))
@@ -229,7 +230,7 @@ func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool
 			break
 		}
 		if err != nil {
-			_ = p.abortParts(reserve, parts+1)
+			p.undo(reserve, most, grants[:granted+n])
 			return 0, err
 		}
 		granted, begin = granted+n, begin+len(part)
@@ -240,6 +241,18 @@ func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool
 	}
 	p.remember(partKey(reserve, true), parts)
 	return granted, nil
+}
+
+// undo aborts what a failed Reserve has made: of its parts, of most grants each, those with slots that were new to this
+// process. A part that another rank made first is that rank's, and an Abort here would take it from all of them.
+func (p *Pool) undo(reserve uint64, most int, grants []Grant) {
+	for k := 0; len(grants) > 0; k++ {
+		part := grants[:min(most, len(grants))]
+		if slices.ContainsFunc(part, func(g Grant) bool { return g.Status == ioctl.GrantNew }) {
+			_ = p.abortPart(reserve, k)
+		}
+		grants = grants[len(part):]
+	}
 }
 
 func (p *Pool) reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
@@ -318,16 +331,16 @@ func (p *Pool) Abort(reserve uint64) error {
 	key := partKey(reserve, true)
 	parts := p.partsOf(key)
 	p.remember(key, 0)
-	return p.abortParts(reserve, parts)
-}
-
-func (p *Pool) abortParts(reserve uint64, parts int) error {
 	var errs []error
 	for k := range parts {
-		a := ioctl.Abort{Target: p.target, Reserve: partID(reserve, k)}
-		errs = append(errs, p.control.call(func() error { return p.control.verbs.Abort(&a) }))
+		errs = append(errs, p.abortPart(reserve, k))
 	}
 	return errors.Join(errs...)
+}
+
+func (p *Pool) abortPart(reserve uint64, k int) error {
+	a := ioctl.Abort{Target: p.target, Reserve: partID(reserve, k)}
+	return p.control.call(func() error { return p.control.verbs.Abort(&a) })
 }
 
 // ReportBad says that a slot's bytes are damaged and waits for the daemon's own look at them: nil means that it has

@@ -32,6 +32,9 @@ type fakeMount struct {
 	present    map[Key]bool
 	pins       map[uint64]int
 	reserved   map[uint64]int
+	others     map[uint64]bool // reservations that another rank made
+	refused    uint64          // a reservation of another rank for other items
+	aborts     []uint64
 	room       int // items that still fit
 	busy       int // EAGAINs before a reserve succeeds
 	commits    []uint64
@@ -150,6 +153,14 @@ func (f *fakeMount) Reserve(a *ioctl.Reserve, flags uint16) error {
 		return ioctl.EAGAIN
 	}
 	n := int(a.Items.Bytes) / 72
+	if f.refused != 0 && a.Reserve == f.refused {
+		return ioctl.EINVAL
+	}
+	if f.others[a.Reserve] {
+		f.grants(a.Grants, n, ioctl.GrantJoined)
+		a.Count, a.Pools, a.MapGeneration = uint32(n), 1, f.generation
+		return nil
+	}
 	if n > f.room && flags&ioctl.ReservePartial == 0 {
 		return ioctl.ENOSPC
 	}
@@ -171,6 +182,7 @@ func (f *fakeMount) Commit(a *ioctl.Commit) error {
 }
 
 func (f *fakeMount) Abort(a *ioctl.Abort) error {
+	f.aborts = append(f.aborts, a.Reserve)
 	n, ok := f.reserved[a.Reserve]
 	if !ok {
 		return ioctl.ENOENT
@@ -306,6 +318,23 @@ func TestReserveIsAllOrNothing(t *testing.T) {
 	require.NoError(t, p.Abort(2))
 	require.Empty(t, f.reserved)
 	require.Equal(t, 300, f.room)
+}
+
+// A rank that cannot join gives back what it made itself, and leaves the other ranks what is theirs.
+func TestFailedJoinLeavesOtherRanksAlone(t *testing.T) {
+	p, f, _ := newPool(t, 4096)
+	items, grants := make([]Item, 200), make([]Grant, 200)
+	f.refused = partID(9, 0)
+	_, err := p.Reserve(0, 9, items, false, grants)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.Empty(t, f.aborts, "nothing was made")
+
+	f.refused, f.others = partID(9, 2), map[uint64]bool{partID(9, 0): true}
+	_, err = p.Reserve(0, 9, items, true, grants)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.Equal(t, []uint64{partID(9, 1)}, f.aborts, "the first part was joined, the third refused")
+	require.Empty(t, f.reserved)
+	require.Equal(t, 1<<30, f.room)
 }
 
 func TestPinGivesBackWhenAPartFails(t *testing.T) {
