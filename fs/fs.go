@@ -3,7 +3,7 @@
 //
 // The tree holds nothing per file: node ids are computed from (pool, slot, generation), listings stream by cookie, and
 // everything that is shown is asked of gpufile at that moment. What it does hold is bounded: open files, files being
-// copied in (uploadBytesMax), and buffers of sequential readers (readBytesMax).
+// copied in (uploadBytesMax), and buffers of readers (flightBytesMax, keepBytesMax).
 //
 // Locks: openDir.mu comes before all others, of which no two are held at once. Some are held over calls into gpufile, a
 // Payload or an Ioctler; none of these calls back.

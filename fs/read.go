@@ -131,8 +131,18 @@ func (f *openFile) unref(o *object) {
 	}
 }
 
-// read returns up to size bytes from off: fewer only at the end of the file.
-func (f *openFile) read(off int64, size int, buf []byte) (fuse.ReadResult, fuse.Status) {
+// share is the memory of the objects that [off, end) lies in.
+func (f *openFile) share(off, end int64) (n int64) {
+	starts, last := f.p.starts, f.p.objectAt(end-1)
+	for i := f.p.objectAt(off); i <= last; i++ {
+		n += bufferBytes(int(starts[i+1] - starts[i]))
+	}
+	return n
+}
+
+// read returns up to size bytes from off: fewer only at the end of the file. It waits while the reads in flight take
+// all the memory that they may.
+func (f *openFile) read(cancel <-chan struct{}, off int64, size int, buf []byte) (fuse.ReadResult, fuse.Status) {
 	if off < 0 || off >= f.p.size() || size == 0 {
 		return fuse.ReadResultData(nil), fuse.OK
 	}
@@ -141,8 +151,10 @@ func (f *openFile) read(off int64, size int, buf []byte) (fuse.ReadResult, fuse.
 		return nil, status(err)
 	}
 	end := min(off+int64(size), f.p.size())
-	reply := &readReply{f: f, size: int(end - off)}
-
+	reply := &readReply{f: f, size: int(end - off), share: f.share(off, end)}
+	if !f.t.flight.take(reply.share, cancel) {
+		return nil, fuse.EINTR
+	}
 	f.mu.Lock()
 	now, later := f.plan(off, end, reply)
 	f.mu.Unlock()
@@ -291,6 +303,7 @@ type readReply struct {
 	objects []*object
 	pieces  [][]byte
 	size    int
+	share   int64 // of readBudget, until Done
 }
 
 func (r *readReply) cut(off, end int64) {
@@ -315,12 +328,19 @@ func (r *readReply) Bytes(buf []byte) ([]byte, fuse.Status) {
 }
 
 func (r *readReply) Done() {
-	r.f.mu.Lock()
-	defer r.f.mu.Unlock()
+	f := r.f
+	f.mu.Lock()
+	keep := f.t.buffers.inUse.Load() <= keepBytesMax
 	for _, o := range r.objects {
-		r.f.unref(o)
+		if !keep && f.objects[o.number] == o {
+			f.drop(o)
+		}
+		f.unref(o)
 	}
 	r.objects = nil
+	f.mu.Unlock()
+	f.t.flight.give(r.share)
+	r.share = 0
 }
 
 // --- the calls
@@ -366,14 +386,14 @@ func (t *tree) Open(_ <-chan struct{}, in *fuse.OpenIn, out *fuse.OpenOut) fuse.
 	return fuse.OK
 }
 
-func (t *tree) Read(_ <-chan struct{}, in *fuse.ReadIn, buf []byte) (fuse.ReadResult, fuse.Status) {
+func (t *tree) Read(cancel <-chan struct{}, in *fuse.ReadIn, buf []byte) (fuse.ReadResult, fuse.Status) {
 	h := t.handles.get(in.Fh)
 	if h == nil {
 		return nil, fuse.EBADF
 	}
 	switch {
 	case h.file != nil:
-		return h.file.read(int64(in.Offset), int(in.Size), buf)
+		return h.file.read(cancel, int64(in.Offset), int(in.Size), buf)
 	case h.upload != nil:
 		return fuse.ReadResultData(buf[:h.upload.readAt(buf, in.Offset)]), fuse.OK
 	}

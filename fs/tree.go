@@ -40,6 +40,7 @@ type tree struct {
 	writes  uploads
 	chains  chainCache
 	buffers objectBuffers
+	flight  readBudget
 	counter counters
 	closing sync.WaitGroup // open files, and stores that nobody waits for any more
 
@@ -73,6 +74,7 @@ func newTree(b backend, o Options) *tree {
 	o.setDefaults()
 	t := &tree{RawFileSystem: fuse.NewDefaultRawFileSystem(), o: o, b: b, start: time.Now()}
 	t.open = make(map[nodeID]*openNode)
+	t.flight.max = flightBytesMax
 	t.writes.init()
 	t.refreshPools()
 	return t

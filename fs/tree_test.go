@@ -382,6 +382,7 @@ func TestReadAnywhere(t *testing.T) {
 	tr.Release(nil, &fuse.ReleaseIn{Fh: fh})
 	tr.closing.Wait()
 	require.Zero(t, tr.buffers.inUse.Load(), "every buffer came back")
+	require.Zero(t, tr.flight.used)
 	require.Zero(t, p.files[0].readers, "the slot is let go")
 	require.Empty(t, tr.open)
 }
@@ -408,13 +409,126 @@ func TestReadWithoutAhead(t *testing.T) {
 	tr, p, _ := newTestTree(t, Options{})
 	key := testKey(0, 5)
 	want := addFile(t, p, key, gpufile.Key{}, 5)
-	tr.buffers.inUse.Add(readBytesMax)
+	tr.buffers.inUse.Add(aheadBytesMax)
 	fh := openFileOf(t, tr, mustWalk(t, tr, blockPath(key)...))
 	for off := 0; off < len(want); off += 5000 {
 		got, st := readAt(tr, fh, int64(off), 5000)
 		require.Equal(t, fuse.OK, st)
 		require.True(t, bytes.Equal(want[off:min(off+5000, len(want))], got))
 	}
+}
+
+// The buffers of reads that the kernel has not taken are bounded: the next read waits, and an interrupt ends its wait.
+func TestReadsInFlightAreBounded(t *testing.T) {
+	tr, p, _ := newTestTree(t, Options{})
+	key := testKey(0, 5)
+	want := addFile(t, p, key, gpufile.Key{}, 5)
+	tr.flight.max = 1 // each read asks for more, and has it when it is alone
+	n := mustWalk(t, tr, blockPath(key)...)
+	in := func(off int) *fuse.ReadIn {
+		return &fuse.ReadIn{Fh: openFileOf(t, tr, n), Offset: uint64(off), Size: 1000}
+	}
+	first, st := tr.Read(nil, in(0), nil)
+	require.Equal(t, fuse.OK, st)
+
+	cancel := make(chan struct{})
+	interrupted := make(chan fuse.Status)
+	go func() {
+		_, st := tr.Read(cancel, in(3000), nil)
+		interrupted <- st
+	}()
+	waiting := func(n int) func() bool {
+		return func() bool {
+			tr.flight.mu.Lock()
+			defer tr.flight.mu.Unlock()
+			return len(tr.flight.queue) == n
+		}
+	}
+	require.Eventually(t, waiting(1), time.Minute, time.Millisecond)
+	results := make(chan []byte)
+	for range 5 {
+		go func() {
+			got, st := readAt(tr, openFileOf(t, tr, n), 2000, 1000)
+			if st != fuse.OK {
+				t.Errorf("read: %v", st)
+			}
+			results <- got
+		}()
+	}
+	require.Eventually(t, waiting(6), time.Minute, time.Millisecond)
+	close(cancel)
+	require.Equal(t, fuse.EINTR, <-interrupted)
+	require.Eventually(t, waiting(5), time.Minute, time.Millisecond, "the first still has its share")
+
+	first.Done()
+	for range 5 {
+		require.True(t, bytes.Equal(want[2000:3000], <-results))
+	}
+	require.Zero(t, tr.flight.used)
+}
+
+// While much memory is in use, readers keep nothing for their next request.
+func TestNothingIsKeptWhenMemoryIsShort(t *testing.T) {
+	tr, p, _ := newTestTree(t, Options{})
+	key := testKey(0, 5)
+	want := addFile(t, p, key, gpufile.Key{}, 5)
+	tr.buffers.inUse.Add(keepBytesMax)
+	fh := openFileOf(t, tr, mustWalk(t, tr, blockPath(key)...))
+	for off := 0; off < len(want); off += 5000 {
+		got, st := readAt(tr, fh, int64(off), 5000)
+		require.Equal(t, fuse.OK, st)
+		require.True(t, bytes.Equal(want[off:min(off+5000, len(want))], got))
+		require.EqualValues(t, keepBytesMax, tr.buffers.inUse.Load())
+	}
+}
+
+func TestReadBudget(t *testing.T) {
+	b := readBudget{max: 10}
+	require.True(t, b.take(25, nil), "alone")
+	got := make(chan int64, 3)
+	for i, n := range []int64{8, 3, 2} {
+		go func() {
+			b.take(n, nil)
+			got <- n
+		}()
+		require.Eventually(t, func() bool {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			return len(b.queue) == i+1
+		}, time.Minute, time.Millisecond)
+	}
+	b.give(25)
+	require.EqualValues(t, 8, <-got)
+	b.mu.Lock()
+	require.EqualValues(t, 8, b.used)
+	require.Len(t, b.queue, 2, "2 would fit, but 3 was first")
+	b.mu.Unlock()
+	b.give(8)
+	require.EqualValues(t, 5, <-got+<-got)
+	b.give(5)
+	require.Zero(t, b.used)
+	require.Empty(t, b.queue)
+
+	// Those behind an interrupted one go on, and a share given at the moment of the interrupt is not lost.
+	cancel := make(chan struct{})
+	require.True(t, b.take(6, nil))
+	var wg sync.WaitGroup
+	for range 100 {
+		wg.Go(func() {
+			if b.take(7, cancel) {
+				b.give(7)
+			}
+		})
+		wg.Go(func() {
+			b.take(2, nil)
+			b.give(2)
+		})
+	}
+	close(cancel)
+	b.give(6)
+	wg.Wait()
+	require.Zero(t, b.used)
+	require.Empty(t, b.queue)
 }
 
 func TestDamageIsNeverBytes(t *testing.T) {
