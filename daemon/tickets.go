@@ -7,14 +7,14 @@ import (
 	"tuttifs/ioctl"
 )
 
-// tickets is one handle's table of completions. Ticket n lies in entry n mod max: a finished one is overwritten when
+// tickets is one handle's table of completions. Ticket n lies in entry (n-1) mod max: a finished one is overwritten when
 // max newer ones have been given out, an unfinished one refuses its successor. So the table is bounded and nobody has
-// to free anything.
+// to free anything. It grows with the tickets given out: of many handles, few ever have many.
 type tickets struct {
 	max int // a power of two
 
 	mu      sync.Mutex
-	entries []ticket // made at the first use
+	entries []ticket // the first max tickets are appended, later ones overwrite
 	next    uint64   // numbers given out so far; the first ticket is 1
 	closed  bool
 	notify  func() // called without locks when a ticket finishes
@@ -34,11 +34,13 @@ func (t *tickets) begin() (uint64, ioctl.Errno) {
 	if t.closed {
 		return 0, ioctl.ESTALE
 	}
-	if t.entries == nil {
-		t.entries = make([]ticket, t.max)
+	if len(t.entries) < t.max {
+		t.next++
+		t.entries = append(t.entries, ticket{id: t.next, state: ioctl.TicketPending})
+		return t.next, 0
 	}
-	e := &t.entries[(t.next+1)&uint64(t.max-1)]
-	if e.id != 0 && e.state == ioctl.TicketPending {
+	e := &t.entries[t.entry(t.next+1)]
+	if e.state == ioctl.TicketPending {
 		return 0, ioctl.EAGAIN
 	}
 	t.next++
@@ -80,15 +82,16 @@ func (t *tickets) follow(id uint64, done *extentmap.Ticket) {
 	}
 }
 
+// entry is where a ticket lies in a table that has grown that far.
+func (t *tickets) entry(id uint64) uint64 { return (id - 1) & uint64(t.max-1) }
+
 // at is a ticket's entry, or nil. The caller holds mu.
 func (t *tickets) at(id uint64) *ticket {
-	if id == 0 || t.entries == nil {
+	i := t.entry(id)
+	if i >= uint64(len(t.entries)) || t.entries[i].id != id {
 		return nil
 	}
-	if e := &t.entries[id&uint64(t.max-1)]; e.id == id {
-		return e
-	}
-	return nil
+	return &t.entries[i]
 }
 
 // query answers TICKET.

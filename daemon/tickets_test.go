@@ -46,6 +46,30 @@ func TestTicketsAreBoundedAndForgotten(t *testing.T) {
 	}
 }
 
+// A handle that has few tickets has a small table, and none before its first.
+func TestTicketsGrowWithUse(t *testing.T) {
+	tab := tickets{max: 1024}
+	require.Zero(t, cap(tab.entries))
+	for n := 1; n <= 3*tab.max; n++ {
+		id, errno := tab.begin()
+		require.Zero(t, errno)
+		require.EqualValues(t, n, id)
+		tab.finish(id, id, nil)
+		if n <= 8 {
+			require.LessOrEqual(t, cap(tab.entries), 8)
+		}
+		oldest := uint64(max(1, n-tab.max+1))
+		got, errno := tab.query(oldest)
+		require.Zero(t, errno, "max tickets are remembered")
+		require.Equal(t, oldest, got.value)
+		_, errno = tab.query(oldest - 1)
+		require.Equal(t, ioctl.ENOENT, errno)
+		_, errno = tab.query(id + 1)
+		require.Equal(t, ioctl.ENOENT, errno)
+	}
+	require.Len(t, tab.entries, tab.max)
+}
+
 func TestTicketsFollow(t *testing.T) {
 	tab := tickets{max: 4}
 	var told atomic.Int32
