@@ -28,7 +28,7 @@ type ControlOptions struct {
 	// either way.
 	Shared bool
 
-	MaxSessions int // sessions alive at once, 256
+	MaxSessions int // sessions of engines alive at once, 256
 	MaxMembers  int // processes in all sessions, 1024, fewer with more than four pollers each
 	MaxHandles  int // open control handles, 65536
 	MaxPools    int // pools that POOL_OPEN may lead to, 1024
@@ -134,6 +134,7 @@ type Control struct {
 	closed      bool
 	handles     map[uint64]*handle
 	members     map[uint32]*member
+	sessions    map[uint32]int // members by session
 	nextHandle  uint64
 	nextMember  uint32
 	sharedBytes uint64
@@ -164,8 +165,8 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 	v := store.Volume()
 	info := v.Info()
 	c := &Control{o: o, store: store, nonce: info.Nonce, uuid: info.UUID, stop: make(chan struct{}),
-		handles: map[uint64]*handle{}, members: map[uint32]*member{}, connections: map[*net.UnixConn]struct{}{},
-		strangers: map[uint32]int{}}
+		handles: map[uint64]*handle{}, members: map[uint32]*member{}, sessions: map[uint32]int{},
+		connections: map[*net.UnixConn]struct{}{}, strangers: map[uint32]int{}}
 	c.scratch.New = func() any { return new(scratch) }
 	for _, d := range info.Drives {
 		dc, err := newController(v.Drive(d.Index), d.Index, info.ReadOnly, o)

@@ -84,8 +84,10 @@ func (c *Control) newMember(h *handle, tid uint32, leases *gpufile.Member, arena
 	}
 	m := &member{c: c, uid: h.uid, leases: leases, proc: proc, since: time.Now(), arena: arena,
 		ended: make(chan struct{})}
+	session := leases.SessionID()
 	c.mu.Lock()
-	if c.closed || len(c.members) >= c.o.MaxMembers {
+	if c.closed || len(c.members) >= c.o.MaxMembers ||
+		c.sessions[session] == 0 && len(c.sessions) >= c.o.MaxSessions {
 		c.mu.Unlock()
 		proc.close()
 		leases.Close()
@@ -94,6 +96,7 @@ func (c *Control) newMember(h *handle, tid uint32, leases *gpufile.Member, arena
 	c.nextMember++
 	m.id = c.nextMember
 	c.members[m.id] = m
+	c.sessions[session]++
 	c.mu.Unlock()
 	if proc != nil {
 		go func() {
@@ -144,6 +147,11 @@ func (m *member) takeDown(why string) {
 
 	m.c.mu.Lock()
 	delete(m.c.members, m.id)
+	if s := m.leases.SessionID(); m.c.sessions[s] > 1 {
+		m.c.sessions[s]--
+	} else {
+		delete(m.c.sessions, s)
+	}
 	m.c.sharedBytes -= total
 	m.c.mu.Unlock()
 	close(m.ended)

@@ -134,13 +134,8 @@ func TestFamily(t *testing.T) {
 
 // TestBounds: sessions, processes, handles, pools and tickets are all limited.
 func TestBounds(t *testing.T) {
-	sessions := 0
-	{
-		w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
-		sessions = len(w.store.Sessions())
-	}
 	w := newWorld(t, gpufile.Options{NoIO: true},
-		ControlOptions{MaxSessions: sessions + 2, MaxMembers: 3, MaxHandles: 6, MaxPools: 1, Tickets: 2})
+		ControlOptions{MaxSessions: 2, MaxMembers: 3, MaxHandles: 6, MaxPools: 1, Tickets: 2})
 	c := w.open(true)
 	s, a := c.session(ioctl.AttachOptions{})
 	_, _ = w.open(true).session(ioctl.AttachOptions{})
@@ -166,6 +161,35 @@ func TestBounds(t *testing.T) {
 	o.setDefaults()
 	require.NoError(t, o.validate())
 	require.Equal(t, 64, o.MaxMembers)
+}
+
+// TestSessionsOfEnginesAreCounted: sessions that the mount makes for files that are copied in take no engine's place,
+// and an engine's ends with its last process.
+func TestSessionsOfEnginesAreCounted(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{MaxSessions: 2})
+	for range 5 {
+		own, err := w.store.NewSession(0)
+		require.NoError(t, err)
+		t.Cleanup(own.Close)
+	}
+	first, second := w.open(true), w.open(true)
+	var s ioctl.Session
+	require.Zero(t, issue(first, ioctl.CmdSessionCreate, &s, 0))
+	rank := w.open(true)
+	require.Zero(t, issue(rank, ioctl.CmdSessionJoin, &ioctl.Session{Token: s.Token}, 0))
+	require.Zero(t, issue(second, ioctl.CmdSessionCreate, &ioctl.Session{}, 0))
+	third := w.open(true)
+	require.Equal(t, ioctl.EMFILE, issue(third, ioctl.CmdSessionCreate, &ioctl.Session{}, 0))
+	require.Len(t, w.store.Sessions(), 7, "what was refused is gone")
+
+	ended := func(c *client, members int) {
+		w.control.Close(c.handle)
+		require.Eventually(t, func() bool { return len(w.control.Members()) == members }, 10*time.Second, time.Millisecond)
+	}
+	ended(first, 2)
+	require.Equal(t, ioctl.EMFILE, issue(third, ioctl.CmdSessionCreate, &ioctl.Session{}, 0), "a rank is still there")
+	ended(rank, 1)
+	require.Zero(t, issue(third, ioctl.CmdSessionCreate, &ioctl.Session{}, 0))
 }
 
 // TestEvictionsAreBounded: however many tickets all handles have, the keys of evictions take little memory.
