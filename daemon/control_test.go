@@ -65,7 +65,9 @@ func openWorld(t testing.TB, drives []drive.Drive, x extentmap.Options, g gpufil
 	if o.SocketDir == "" {
 		o.SocketDir = socketDir(t)
 	}
-	o.Logf = t.Logf
+	if _, fuzz := t.(*testing.F); !fuzz { // a fuzz target's log is not for goroutines that outlive its inputs
+		o.Logf = t.Logf
+	}
 	w.control, err = NewControl(w.store, o)
 	require.NoError(t, err)
 	t.Cleanup(w.close)

@@ -91,6 +91,7 @@ type DriveDocument struct {
 	LBABytes     int    `json:"lba_bytes"`
 	Direct       bool   `json:"direct"`
 	Metadata     bool   `json:"metadata"`
+	Discard      bool   `json:"discard"` // in effect: asked for, and the drive can
 	Segments     uint32 `json:"segments"`
 	FreeSegments uint32 `json:"free_segments"`
 	ReadErrors   uint64 `json:"read_errors"`
@@ -101,7 +102,7 @@ type DriveDocument struct {
 func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
 	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
 	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata,
-		d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors}
+		d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors}
 }
 
 // NewDriveDocuments describes all of them.
@@ -312,7 +313,7 @@ type OptionsDocument struct {
 	OutputVersion       int      `json:"output_version"`
 	Drives              []string `json:"drives"`
 	ReadOnly            bool     `json:"read_only"`
-	Discard             string   `json:"discard"` // "on", "off", or "auto": on for block devices
+	Discard             string   `json:"discard"` // "on", "off" or "auto"; what it comes to is in DriveDocument
 	CheckpointSeconds   int      `json:"checkpoint_seconds"`
 	Policy              string   `json:"policy"`
 	Pollers             int      `json:"pollers"`

@@ -10,6 +10,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/extentmap"
 	"tuttifs/gpufile"
 )
 
@@ -49,6 +50,22 @@ func TestStatusFiles(t *testing.T) {
 	stats := content(t, d, "stats")
 	require.Empty(t, stats["pools"])
 	require.Len(t, stats["drives"], 2)
+}
+
+// The drives document shows what is in effect of the discard option, whatever was asked for.
+func TestDrivesShowDiscard(t *testing.T) {
+	for _, asked := range []*bool{nil, new(true), new(false)} {
+		drives := memoryDrives(t, 64<<20)
+		_, err := extentmap.Format(drives, extentmap.FormatOptions{})
+		require.NoError(t, err)
+		w := openWorld(t, drives, extentmap.Options{Discard: asked}, gpufile.Options{},
+			ControlOptions{})
+		d := &Daemon{options: Options{Discard: asked}, volume: w.volume, store: w.store, control: w.control}
+		d.options.fill()
+		for _, e := range content(t, d, "drives")["drives"].([]any) {
+			require.Equal(t, asked != nil && *asked, e.(map[string]any)["discard"], "memory is no block device")
+		}
+	}
 }
 
 // Every field of the counters is summed.

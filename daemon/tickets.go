@@ -7,9 +7,9 @@ import (
 	"tuttifs/ioctl"
 )
 
-// tickets is one handle's table of completions. Ticket n lies in entry (n-1) mod max: a finished one is overwritten when
-// max newer ones have been given out, an unfinished one refuses its successor. So the table is bounded and nobody has
-// to free anything. It grows with the tickets given out: of many handles, few ever have many.
+// tickets is one handle's table of completions. Ticket n lies in entry (n-1) mod max: a finished one is overwritten
+// when max newer ones have been given out, an unfinished one refuses its successor. So the table is bounded and nobody
+// has to free anything. It grows with the tickets given out: of many handles, few ever have many.
 type tickets struct {
 	max int // a power of two
 

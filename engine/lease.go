@@ -209,7 +209,8 @@ func (p *Pool) releaseParts(request uint64, parts int) error {
 }
 
 // Reserve leases slots for writing: all or nothing, or a leading run with partial. It retries while space is being
-// freed, until the deadline. Other ranks of the session join by the same id; a join that fails changes nothing for them.
+// freed, until the deadline. Other ranks of the session join by the same id; a join that fails changes nothing for
+// them.
 func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
 	if len(grants) < len(items) {
 		return 0, fmt.Errorf("%w: %d grants for %d items", ErrInvalid, len(grants), len(items))
@@ -243,8 +244,8 @@ func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool
 	return granted, nil
 }
 
-// undo aborts what a failed Reserve has made: of its parts, of most grants each, those with slots that were new to this
-// process. A part that another rank made first is that rank's, and an Abort here would take it from all of them.
+// undo aborts what a failed Reserve has made: of its parts, of most grants each, those with slots that were new to
+// this process. A part that another rank made first is that rank's, and an Abort here would take it from all of them.
 func (p *Pool) undo(reserve uint64, most int, grants []Grant) {
 	for k := 0; len(grants) > 0; k++ {
 		part := grants[:min(most, len(grants))]

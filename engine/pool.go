@@ -26,7 +26,8 @@ type PoolSpec struct {
 	MaxSlots           uint32
 }
 
-// Pool is an opened pool.
+// Pool is an opened pool. Its verbs act on it alone, also where it belongs to a family: verbs on whole families are the
+// ABI's.
 type Pool struct {
 	control    *control
 	target     ioctl.Target

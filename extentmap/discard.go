@@ -134,12 +134,16 @@ func mergeRanges(list []discardRange) []discardRange {
 	return out
 }
 
+// asks says whether a drive is told about freed slots: it is to be, and has not answered that it cannot.
+func (d *discarder) asks(m *member) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.on[m.index]
+}
+
 // discard tells one drive about one range. A drive that cannot is not asked again.
 func (d *discarder) discard(m *member, unit, units uint64) {
-	d.mu.Lock()
-	on := d.on[m.index]
-	d.mu.Unlock()
-	if !on {
+	if !d.asks(m) {
 		return
 	}
 	err := m.dev.Discard(int64(unit)*ondisk.BlockBytes, int64(units)*ondisk.BlockBytes)

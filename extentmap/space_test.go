@@ -300,6 +300,40 @@ func TestCatalogFull(t *testing.T) {
 	require.Len(t, open(t, set.Drives(), extentmap.Options{}).Pools(), n)
 }
 
+// TestDiscardInEffect: a drive that answers that it cannot discard is not asked again, and Info says so.
+func TestDiscardInEffect(t *testing.T) {
+	set := maptest.NewSet(8*mib, 8*mib)
+	format(t, set.Drives(), extentmap.FormatOptions{})
+	v := open(t, set.Drives(), extentmap.Options{Discard: new(true)})
+	require.True(t, v.Info().Drives[0].Discard)
+	require.True(t, v.Info().Drives[1].Discard)
+	set.FailWith(func(op maptest.Op) error {
+		if op.Kind == maptest.Discard {
+			return drive.ErrNotSupported
+		}
+		return nil
+	})
+	p := createPool(t, v, spec("p", 3))
+	addRow(t, p)
+	slot, ok := p.Alloc(extentmap.NoSlot)
+	require.True(t, ok)
+	put(t, p, v, slot, 1)
+	tx := v.Begin()
+	tx.Free(p, slot)
+	ticket, err := tx.Submit(nil)
+	require.NoError(t, err)
+	require.NoError(t, ticket.Wait())
+	require.Eventually(t, func() bool {
+		drives := v.Info().Drives
+		return !drives[0].Discard && !drives[1].Discard
+	}, 10*time.Second, time.Millisecond)
+	require.Zero(t, v.Info().Drives[0].WriteErrors)
+	require.NoError(t, v.Close())
+
+	reader := open(t, set.Drives(), extentmap.Options{Discard: new(true), ReadOnly: true})
+	require.False(t, reader.Info().Drives[0].Discard)
+}
+
 // TestFreedOnlyWhenDurable: a slot that is being freed is not handed out before the journal holds its freeing, and
 // with discard not before it is discarded.
 func TestFreedOnlyWhenDurable(t *testing.T) {

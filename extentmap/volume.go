@@ -90,6 +90,7 @@ type DriveInfo struct {
 	LBABytes     int
 	Direct       bool
 	Metadata     bool // holds a copy of journal and catalog
+	Discard      bool // is told what freed slots no longer hold; never where the volume is read-only
 	Segments     uint32
 	FreeSegments uint32
 	ReadErrors   uint64
@@ -131,6 +132,7 @@ func (v *Volume) Info() Info {
 		i.Drives = append(i.Drives, DriveInfo{
 			Index: m.index, UUID: m.uuid, Name: m.dev.Name(), Kind: m.dev.Kind(), Bytes: uint64(m.dev.Size()),
 			LBABytes: m.dev.LBABytes(), Direct: m.dev.Direct(), Metadata: m.role,
+			Discard:  !v.readOnly && v.discards.asks(m),
 			Segments: m.region.Segments, FreeSegments: m.free,
 			ReadErrors: m.readErrors.Load(), WriteErrors: m.writeErrors.Load(),
 		})
