@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"os"
 	"runtime"
 	"time"
 
@@ -159,9 +160,13 @@ func (r *benchRig) step() {
 }
 
 func (r *benchRig) mmap(n int) ([]byte, error) {
-	b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON|unix.MAP_POPULATE)
+	b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
 	if err != nil {
 		return nil, systemError{fmt.Errorf("%d bytes of memory: %w", n, err)}
+	}
+	_ = unix.Madvise(b, unix.MADV_HUGEPAGE) // as a mount's DMA memory is
+	for i := 0; i < n; i += os.Getpagesize() {
+		b[i] = 0
 	}
 	r.mapped = append(r.mapped, b)
 	return b, nil
