@@ -356,6 +356,19 @@ func (p *Pool) Counts() (free, freeing, used uint32) {
 	return p.nFree, p.nFreeing, p.nUsed
 }
 
+// RowFree is how many slots of a row can be allocated now; 0 for a row that is not there.
+func (p *Pool) RowFree(number uint32) uint32 {
+	if number >= p.maxRows {
+		return 0
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if r := p.byNumber[number].Load(); r != nil {
+		return r.free
+	}
+	return 0
+}
+
 // Record decodes a slot's durable record. The caller must know that the slot is committed and cannot be freed
 // meanwhile (gpufile's lock).
 func (p *Pool) Record(slot uint32) ondisk.Record {

@@ -23,8 +23,10 @@ type victim struct {
 }
 
 // plan takes n more victims and reports whether it found them all; what it found stays in p.victims until applyPlan or
-// undoPlan. Orphans go first, then what the policy says.
+// undoPlan. Orphans go first, then what the policy says. p.searching says whether there may be more where the policy
+// looks next.
 func (p *Pool) plan(n int) bool {
+	p.searching = false
 	if uint64(n)+uint64(len(p.victims)) > p.unpinned() {
 		return false
 	}
@@ -34,6 +36,7 @@ func (p *Pool) plan(n int) bool {
 			slot, ok = p.policy.victim(p.evictable)
 		}
 		if !ok {
+			p.searching = p.policy.gaveUp()
 			return false
 		}
 		p.take(slot)
@@ -264,8 +267,8 @@ func (p *Pool) EvictCount(n int) (int, error) {
 	}
 	evicted := 0
 	for evicted < n {
-		k := p.evictSome(min(n-evicted, evictBatch))
-		if k == 0 {
+		k, more := p.evictSome(min(n-evicted, evictBatch))
+		if k == 0 && !more {
 			break
 		}
 		evicted += k
@@ -273,12 +276,15 @@ func (p *Pool) EvictCount(n int) (int, error) {
 	return evicted, nil
 }
 
-// evictSome evicts up to n files in one hold of the pool's mutex.
-func (p *Pool) evictSome(n int) int {
+// evictSome evicts up to n files in one hold of the pool's mutex, and says whether there may be more where the policy
+// looks next.
+func (p *Pool) evictSome(n int) (evicted int, more bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.plan(int(min(uint64(n), p.unpinned())))
-	evicted := p.applyPlan()
+	n = int(min(uint64(n), p.unpinned()))
+	p.plan(n)
+	more = p.searching
+	evicted = p.applyPlan()
 	p.flushFrees()
-	return evicted
+	return evicted, more
 }

@@ -2,13 +2,14 @@ package gpufile
 
 import (
 	"cmp"
+	"math"
 	"slices"
-	"sync/atomic"
 	"time"
 )
 
 // Pools share the volume by whole rows. A pool that finds no room asks for a row; the worker empties the cheapest row
-// of a pool above its minimum, leaf first, and gives it back to the volume.
+// of a pool above its minimum, leaf first, and gives it back to the volume. Rows to spare are asked for before a pool
+// evicts its own files.
 
 const (
 	giveTries = 4 // rows of one pool that are tried
@@ -16,6 +17,10 @@ const (
 	givePause = time.Second // after nobody could give
 	// innerCost is what evicting an inner node weighs against a leaf: what hangs on it goes too.
 	innerCost = 4
+	// spareShare: a row to spare has at least 1/spareShare of its slots empty, so that fewer files go than find room.
+	spareShare = 4
+	// growHold is how long a pool keeps a row that it has asked for, filled or not.
+	growHold = time.Second
 )
 
 // rows is the number of rows whose slots are there.
@@ -36,36 +41,51 @@ func (p *Pool) mayGrow() bool {
 	return limit == 0 || (p.rows()+1)*p.m.RowBytes() <= limit
 }
 
-// wish is a pool that wants a row of another.
+// hasSpare says whether the pool's free slots make up a row: it can do with one less. Rows that it has just asked for
+// do not count: it is about to fill them. No mutex is needed.
+func (p *Pool) hasSpare() bool {
+	if free, _, _ := p.m.Counts(); free < p.m.SlotsPerRow() {
+		return false
+	}
+	return p.s.now().UnixNano()-p.growth.grewAt.Load() > int64(growHold)
+}
+
+// wishKind says what a pool that wants a row of another does without it.
+type wishKind uint8
+
+const (
+	// wishIdle: it evicts its own files, and a row is due to it only from a pool whose oldest files have been idle for
+	// longer.
+	wishIdle wishKind = iota
+	// wishSpare: it is to evict its own files only if no pool has a row to spare.
+	wishSpare
+	// wishNeed: it cannot store.
+	wishNeed
+	wishKinds
+)
+
+// wish is a pool that wants a row of another, as a part of so many slots.
 type wish struct {
-	p *Pool
-	// need: it cannot store otherwise. If not, it evicts its own, and a row is due to it only from a pool whose
-	// oldest files have been idle for longer.
-	need bool
+	p     *Pool
+	kind  wishKind
+	slots int
 }
 
 // wantRow asks for a row of another pool and reports whether one may come. p's mutex is held.
-func (s *Store) wantRow(p *Pool, need bool) bool {
-	if s.now().UnixNano() < s.pause(need).Load() || !p.mayGrow() {
+func (s *Store) wantRow(p *Pool, kind wishKind, slots int) bool {
+	if no := &p.growth.refused[kind]; slots >= no.slots && s.now().Before(no.until) || !p.mayGrow() {
 		return false
 	}
 	for _, q := range s.set.Load().list {
-		if q != p && q.mayGive() {
+		if q != p && q.mayGive() && (kind != wishSpare || q.hasSpare()) {
 			select {
-			case s.wishes <- wish{p, need}:
+			case s.wishes <- wish{p, kind, slots}:
 			default: // one is being given already
 			}
 			return true
 		}
 	}
 	return false
-}
-
-func (s *Store) pause(need bool) *atomic.Int64 {
-	if need {
-		return &s.noGive[1]
-	}
-	return &s.noGive[0]
 }
 
 // workRows serves the pools that want a row.
@@ -76,39 +96,88 @@ func (s *Store) workRows() {
 		case <-s.quit:
 			return
 		case w := <-s.wishes:
-			if !s.give(w) {
-				s.pause(w.need).Store(s.now().Add(givePause).UnixNano())
-			}
+			given := s.give(w)
 			w.p.mu.Lock()
-			w.p.growth.full = false
+			g := &w.p.growth
+			g.full = false
+			g.refused[w.kind] = refusal{}
+			if !given {
+				g.refused[w.kind] = refusal{w.slots, s.now().Add(givePause)}
+			}
 			w.p.mu.Unlock()
 		}
 	}
 }
 
-// give makes another pool give a row back: the one whose files have been idle for longest.
+// donor is a pool that may give a row back.
+type donor struct {
+	q     *Pool
+	spare bool
+	idle  uint32 // its oldest use
+}
+
+// give makes another pool give a row back: one with a row to spare, else the one whose files have been idle for
+// longest. Nobody gives towards what all of them together cannot.
 func (s *Store) give(w wish) bool {
-	type donor struct {
-		q    *Pool
-		idle uint32
+	donors := s.donors(w)
+	if w.kind == wishNeed && !enough(w, donors) {
+		return false
 	}
-	var donors []donor
+	slices.SortFunc(donors, func(a, b donor) int {
+		switch {
+		case a.spare && !b.spare:
+			return -1
+		case b.spare && !a.spare:
+			return 1
+		}
+		return cmp.Compare(a.idle, b.idle)
+	})
+	for _, d := range donors {
+		limit := math.MaxInt
+		if w.kind == wishSpare {
+			limit = int(d.q.m.SlotsPerRow() - d.q.m.SlotsPerRow()/spareShare)
+		}
+		if d.q.giveRow(limit) {
+			return true
+		}
+	}
+	return false
+}
+
+func (s *Store) donors(w wish) (donors []donor) {
 	mine := w.p.oldestUse()
 	for _, q := range s.set.Load().list {
 		if q == w.p || !q.mayGive() {
 			continue
 		}
-		if d := (donor{q, q.oldestUse()}); w.need || d.idle < mine {
-			donors = append(donors, d)
+		d := donor{q, q.hasSpare(), q.oldestUse()}
+		switch w.kind {
+		case wishSpare:
+			if !d.spare {
+				continue
+			}
+		case wishIdle:
+			if d.idle >= mine {
+				continue
+			}
 		}
+		donors = append(donors, d)
 	}
-	slices.SortFunc(donors, func(a, b donor) int { return cmp.Compare(a.idle, b.idle) })
+	return donors
+}
+
+// enough says whether the rows that donors could empty make the slots that a pool needs.
+func enough(w wish, donors []donor) bool {
+	per := int(w.p.m.SlotsPerRow())
+	need := int64((w.slots+per-1)/per) * int64(w.p.rowCost())
 	for _, d := range donors {
-		if d.q.giveRow() {
-			return true
+		if need <= 0 {
+			break
 		}
+		cost := int64(d.q.rowCost())
+		need -= d.q.emptiable((need+cost-1)/cost) * cost
 	}
-	return false
+	return need <= 0
 }
 
 // oldestUse is when the file that would be evicted next was stored or hit, in Unix seconds; 0 in an empty pool.
@@ -126,10 +195,10 @@ func (p *Pool) oldestUse() (at uint32) {
 	return at
 }
 
-// giveRow empties a row and drops it.
-func (q *Pool) giveRow() bool {
+// giveRow empties a row, at the price of limit files at most, and drops it.
+func (q *Pool) giveRow(limit int) bool {
 	q.mu.Lock()
-	row, ok := q.emptyRow()
+	row, ok := q.emptyRow(limit)
 	if ok {
 		q.growth.draining = row
 		q.flushFrees()
@@ -138,8 +207,8 @@ func (q *Pool) giveRow() bool {
 	if !ok {
 		return false
 	}
-	dropped := false
 	deadline := time.Now().Add(giveWait)
+	dropped := q.dropRow(row, deadline) // at once if it was empty
 	for !dropped && time.Now().Before(deadline) {
 		select {
 		case <-q.s.quit:
@@ -180,37 +249,73 @@ func (q *Pool) unpark() {
 	q.growth.parked = q.growth.parked[:0]
 }
 
-// emptyRow evicts all files of the cheapest row that can be emptied, with what hangs on them.
-func (q *Pool) emptyRow() (row uint32, ok bool) {
-	type candidate struct{ row, cost uint32 }
-	var rows []candidate
-	per := q.m.SlotsPerRow()
+// candidate is a row that can be emptied, and what that costs.
+type candidate struct{ row, cost uint32 }
+
+// emptyRow evicts all files of the cheapest row that can be emptied, with what hangs on them, if these are no more than
+// limit. Rows are looked at in the order of the slots that they have in use, as far as that can matter.
+func (q *Pool) emptyRow(limit int) (row uint32, ok bool) {
+	var rows, best []candidate
 	for _, r := range q.m.Rows() {
-		c := candidate{row: r.Number}
-		for slot := r.Number * per; slot < (r.Number+1)*per && int(slot) < len(q.nodes.s); slot++ {
-			switch n := &q.nodes.s[slot]; {
-			case n.pins() > 0 || n.is(flagReserved|flagDoomed):
-				c.cost = none
-			case c.cost == none:
-			case n.is(flagVisible) && n.leaf():
-				c.cost++
-			case n.is(flagVisible):
-				c.cost += innerCost
-			}
+		rows = append(rows, candidate{r.Number, q.m.SlotsPerRow() - q.m.RowFree(r.Number)})
+	}
+	byCost := func(a, b candidate) int { return cmp.Compare(a.cost, b.cost) }
+	slices.SortFunc(rows, byCost)
+	for _, r := range rows {
+		if len(best) == giveTries && r.cost >= best[giveTries-1].cost {
+			break
 		}
-		if c.cost != none {
-			rows = append(rows, c)
+		if cost, ok := q.rowPrice(r.row); ok {
+			best = append(best, candidate{r.row, cost})
+			slices.SortStableFunc(best, byCost)
+			best = best[:min(len(best), giveTries)]
 		}
 	}
-	slices.SortFunc(rows, func(a, b candidate) int { return cmp.Compare(a.cost, b.cost) })
-	for _, c := range rows[:min(len(rows), giveTries)] {
-		if q.planRow(c.row) {
+	for _, c := range best {
+		if q.planRow(c.row) && len(q.victims) <= limit {
 			q.applyPlan()
 			return c.row, true
 		}
 		q.undoPlan()
 	}
 	return none, false
+}
+
+// rowPrice is what emptying a row costs; ok is false if it holds a slot that is pinned or reserved.
+func (q *Pool) rowPrice(row uint32) (cost uint32, ok bool) {
+	per := q.m.SlotsPerRow()
+	for slot := row * per; slot < (row+1)*per && int(slot) < len(q.nodes.s); slot++ {
+		switch n := &q.nodes.s[slot]; {
+		case n.pins() > 0 || n.is(flagReserved|flagDoomed):
+			return 0, false
+		case n.is(flagVisible) && n.leaf():
+			cost++
+		case n.is(flagVisible):
+			cost += innerCost
+		}
+	}
+	return cost, true
+}
+
+// emptiable counts the rows that the pool could give, up to most.
+func (q *Pool) emptiable(most int64) (rows int64) {
+	q.mu.RLock()
+	defer q.mu.RUnlock()
+	most = min(most, int64(q.rows())-int64(q.leastRows()))
+	for _, r := range q.m.Rows() {
+		if rows >= most {
+			break
+		}
+		if _, ok := q.rowPrice(r.Number); ok {
+			rows++
+		}
+	}
+	return rows
+}
+
+// leastRows is the pool's minimum in rows.
+func (p *Pool) leastRows() uint64 {
+	return (p.m.Spec().MinBytes + p.m.RowBytes() - 1) / p.m.RowBytes()
 }
 
 // planRow plans the eviction of a row's files and all their descendants; a pinned one among these makes it fail.

@@ -19,8 +19,13 @@ type policy interface {
 	remove(slot uint32)
 	// victim takes the next file to evict out, or reports that there is none.
 	victim(evictable func(slot uint32) bool) (slot uint32, ok bool)
+	// gaveUp says whether the last victim found none within the looks that one call may take: the next call goes on from
+	// there.
+	gaveUp() bool
 	// exposed says that a file has just lost its last child: it can be a victim from now on.
 	exposed(slot uint32)
+	// unpinned says that a file has just lost its last pin.
+	unpinned(slot uint32)
 	// restore undoes victim, in reverse order of the victims.
 	restore(slot uint32)
 	// evicted says that a victim is gone for good.

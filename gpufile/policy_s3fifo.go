@@ -68,8 +68,10 @@ func (p *s3fifo) evicted(slot uint32) {
 	}
 }
 
-func (p *s3fifo) len() int { return p.small.n + p.main.n }
-func (p *s3fifo) close()   { p.ghost.close() }
+func (p *s3fifo) unpinned(uint32) {}
+func (p *s3fifo) gaveUp() bool    { return false }
+func (p *s3fifo) len() int        { return p.small.n + p.main.n }
+func (p *s3fifo) close()          { p.ghost.close() }
 
 func (p *s3fifo) victim(evictable func(uint32) bool) (uint32, bool) {
 	if s := p.freed; s != none {

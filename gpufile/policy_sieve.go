@@ -49,9 +49,11 @@ func (p *sieve) restore(slot uint32) {
 	p.hand = slot
 }
 
-func (p *sieve) evicted(uint32) {}
-func (p *sieve) len() int       { return p.q.n }
-func (p *sieve) close()         {}
+func (p *sieve) evicted(uint32)  {}
+func (p *sieve) unpinned(uint32) {}
+func (p *sieve) gaveUp() bool    { return false }
+func (p *sieve) len() int        { return p.q.n }
+func (p *sieve) close()          {}
 
 func (p *sieve) victim(evictable func(uint32) bool) (uint32, bool) {
 	if s := p.freed; s != none {

@@ -34,6 +34,8 @@ type Pool struct {
 	pending map[Key]pendingFile
 	tenants map[uint32]*tenantUse
 	victims []victim // the plan being made; kept for its memory
+	// searching: the last plan ended because the policy gave up for now.
+	searching bool
 	// toFree are slots out of every table whose freeing the journal has not taken yet; freeWaiters complete with it.
 	toFree      []uint32
 	freeWaiters []*extentmap.Ticket
@@ -216,10 +218,13 @@ func (p *Pool) unpin(slot uint32) {
 		return
 	}
 	p.pinned--
-	if n.is(flagDoomed) {
+	switch {
+	case n.is(flagDoomed):
 		p.doomed--
 		n.meta = 0
 		p.toFree = append(p.toFree, slot)
+	case n.is(flagVisible) && !n.is(flagOrphan):
+		p.policy.unpinned(slot)
 	}
 }
 

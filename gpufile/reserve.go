@@ -348,6 +348,9 @@ func (r *reservation) attempt(n int) (cut int, err error) {
 			}
 		}
 	}
+	if cut, err = r.checkReach(); err != nil {
+		return cut, err
+	}
 	cut, err = r.planQuota()
 	for j, p := range r.g.pools {
 		if err == nil {

@@ -2,6 +2,7 @@ package gpufile
 
 import (
 	"errors"
+	"sync/atomic"
 	"time"
 
 	"tuttifs/extentmap"
@@ -23,9 +24,17 @@ type growth struct {
 	retryAt time.Time           // refused until then
 	full    bool                // the last refusal still holds
 	soon    bool                // the volume is about to have rows again
+	grewAt  atomic.Int64        // Unix ns of the last row asked for; read without the mutex
+	refused [wishKinds]refusal  // what other pools could not give
 	// draining is a row being given back: its free slots are parked instead of being handed out.
 	draining uint32
 	parked   []uint32
+}
+
+// refusal is a wish for slots, or for more, that is not heard again for a while.
+type refusal struct {
+	slots int
+	until time.Time
 }
 
 // room is what a pool's slots are, now.
@@ -73,8 +82,8 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	r.coming += planned
 	r.coming += p.grow(need - r.free - r.coming)
 	lack := need - r.free - r.coming
-	if g := &p.growth; g.soon || len(g.tickets) > 0 && !g.full {
-		lack = 0 // more rows will come: better to be asked again than to evict
+	if p.rowsComing() || lack > 0 && p.s.wantRow(p, wishSpare, lack) {
+		lack = 0 // better to be asked again than to evict
 	}
 	evict := lack
 	if r.cap > 0 {
@@ -85,15 +94,24 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	}
 	if p.plan(evict) {
 		if lack > 0 {
-			p.s.wantRow(p, false)
+			p.s.wantRow(p, wishIdle, lack)
 		}
 		return 0, nil
 	}
 	cut = evict - (len(p.victims) - planned)
-	if lack > 0 && p.s.wantRow(p, true) {
+	if p.searching {
+		return cut, ErrAgain
+	}
+	if lack > 0 && p.s.wantRow(p, wishNeed, cut) {
 		return cut, ErrAgain // another pool is giving a row back
 	}
 	return cut, ErrNoSpace
+}
+
+// rowsComing says whether the volume is about to have more rows for the pool.
+func (p *Pool) rowsComing() bool {
+	g := &p.growth
+	return g.soon || len(g.tickets) > 0 && !g.full
 }
 
 // grow asks for rows of at least slots more slots, and returns how many slots will come.
@@ -115,13 +133,14 @@ func (p *Pool) grow(slots int) int {
 			return coming
 		}
 		g.tickets = append(g.tickets, t)
+		g.grewAt.Store(p.s.now().UnixNano())
 		coming += int(p.m.SlotsPerRow())
 	}
 	return coming
 }
 
 // freeAhead keeps a few slots free in physical space, so that a reservation seldom waits for frees to be durable: by
-// a row where one is left, else by evicting a little ahead.
+// a row where one is left or to spare, else by evicting a little ahead.
 func (p *Pool) freeAhead() {
 	r := p.room()
 	low := ahead(r.total)
@@ -129,7 +148,7 @@ func (p *Pool) freeAhead() {
 	if lack <= 0 {
 		return
 	}
-	if lack -= p.grow(lack); lack <= 0 {
+	if lack -= p.grow(lack); lack <= 0 || p.growth.soon || p.s.wantRow(p, wishSpare, lack) {
 		return
 	}
 	for lack > 0 && p.plan(1) {

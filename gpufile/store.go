@@ -53,7 +53,6 @@ type Store struct {
 	verify  atomic.Pointer[func(*Pool, uint32, checksum.Seed) bool]
 	reports chan report
 	wishes  chan wish
-	noGive  [2]atomic.Int64 // by need: Unix ns until which wishes are not heard again
 	wake    chan struct{}
 	quit    chan struct{}
 	workers sync.WaitGroup

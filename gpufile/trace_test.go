@@ -147,6 +147,7 @@ func TestConversationTrace(t *testing.T) {
 		w, p := replayWorld(t, "lru", capacity)
 		hit, all := replayPool(t, w, p, requests)
 		require.InDelta(t, want, 100*float64(hit)/float64(all), 0.06, "%d files", capacity)
+		t.Logf("%d files: %.3f %%", capacity, 100*float64(hit)/float64(all))
 		require.LessOrEqual(t, p.Stats().Files, uint64(capacity))
 		checkPool(t, p)
 	}
