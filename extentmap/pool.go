@@ -272,11 +272,7 @@ func (p *Pool) Capacity() uint32 {
 	v := p.v
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	rows := uint64(p.rowCount)
-	if free, owed := v.segmentsInRuns(p.shift)+v.limboSegments, v.owedSegments(p); free > owed {
-		perRow := p.rowSegments()*uint64(v.segmentUnits) + 2*uint64(p.tableBlocks) // in units
-		rows += (free - owed) * uint64(v.segmentUnits) / perRow
-	}
+	rows := uint64(p.rowCount) + v.roomForRows(p)
 	if p.limits.maxBytes != 0 {
 		rows = min(rows, max(p.limits.maxBytes/p.rowBytes(), uint64(p.rowCount)))
 	}

@@ -316,6 +316,31 @@ func (v *Volume) segmentsInRuns(k uint8) uint64 {
 	return runs << k
 }
 
+// Unassigned is how many bytes belong to no pool and are not owed to another one's minimum. They need not lie in runs
+// that make a row.
+func (p *Pool) Unassigned() uint64 {
+	v := p.v
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	all, owed := v.freeSegments()+v.limboSegments, v.owedSegments(p)
+	return (max(all, owed) - owed) * uint64(v.segmentUnits) * ondisk.BlockBytes
+}
+
+// roomForRows is how many rows more the pool could be given, the minimums of others kept. Entries need whole aligned
+// runs; record tables, and what others are owed, take the segments outside of runs first. Volume.mu.
+func (v *Volume) roomForRows(p *Pool) uint64 {
+	all, owed := v.freeSegments()+v.limboSegments, v.owedSegments(p)
+	if all <= owed {
+		return 0
+	}
+	inRuns := v.segmentsInRuns(p.shift) + v.limboSegments
+	if outside := all - inRuns; owed > outside {
+		inRuns -= owed - outside
+	}
+	perRow := p.rowSegments()*uint64(v.segmentUnits) + 2*uint64(p.tableBlocks) // in units
+	return min(inRuns/p.rowSegments(), (all-owed)*uint64(v.segmentUnits)/perRow)
+}
+
 // takeRow assigns W entries and two record tables to a row that is not yet anywhere else. Volume.mu.
 func (v *Volume) takeRow(p *Pool, r *row) error {
 	n := uint32(1) << p.shift

@@ -166,10 +166,12 @@ func (s *Store) donors(w wish) (donors []donor) {
 	return donors
 }
 
-// enough says whether the rows that donors could empty make the slots that a pool needs.
+// enough says whether the rows that donors could empty, together with what no pool has, make the slots that a pool
+// needs. What no pool has may be in pieces that make no row: then a row of others may join them.
 func enough(w wish, donors []donor) bool {
 	per := int(w.p.m.SlotsPerRow())
 	need := int64((w.slots+per-1)/per) * int64(w.p.rowCost())
+	need = max(need-int64(w.p.m.Unassigned()), 1)
 	for _, d := range donors {
 		if need <= 0 {
 			break

@@ -35,8 +35,8 @@ func NewSharedMemory(name string, n uint64) (fd int, b []byte, err error) {
 	return fd, b, nil
 }
 
-// hugePage is the size from which memory is worth having in huge pages: direct I/O pins and maps a transfer's memory page
-// by page, which for 4-KiB pages costs as much CPU time as the rest of a large transfer.
+// hugePage is the size from which memory is worth having in huge pages: direct I/O pins and maps a transfer's memory
+// page by page, which for 4-KiB pages costs as much CPU time as the rest of a large transfer.
 const hugePage = 2 << 20
 
 // MapShared maps n bytes of a descriptor for reading and writing: in huge pages where the kernel gives them

@@ -194,7 +194,7 @@ func (w *fileWork) runFio(ctx context.Context, object int, write bool, d time.Du
 	cmd := exec.CommandContext(ctx, w.fio, "--name=tuttifs", "--ioengine=io_uring", "--direct=1", "--rw="+mode,
 		"--bs="+strconv.Itoa(object), "--iodepth="+strconv.Itoa(fileDepth), "--filename="+strings.Join(w.paths, ":"),
 		"--size="+strconv.FormatInt(w.size*fileCount, 10), "--file_service_type=random", "--randrepeat=0",
-		"--blockalign="+strconv.Itoa(drive.UnitBytes), // where objects begin
+		"--norandommap=1", "--blockalign="+strconv.Itoa(drive.UnitBytes), // where objects begin
 		"--time_based=1", "--runtime="+strconv.FormatInt(d.Milliseconds(), 10)+"ms", "--output-format=json")
 	cmd.Dir, cmd.Stderr = w.dir, os.Stderr
 	out, err := cmd.Output()
