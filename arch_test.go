@@ -33,9 +33,11 @@ var rooms = map[string][]string{
 	"extentmap/check":   {"extentmap/ondisk", "stripe", "drive", "checksum"},
 	"gpufile":           {"extentmap", "extentmap/ondisk", "stripe", "checksum"},
 	"nvme/emu":          {"nvme", "drive"},
-	"gio":               {"stripe", "nvme", "checksum"},
+	"cuda":              {},
+	"cuda/cudatest":     {"cuda", "nvme", "checksum"},
+	"gio":               {"stripe", "nvme", "checksum", "cuda"},
 	"gio/giotest":       {"gio", "stripe", "nvme", "nvme/emu", "drive", "checksum"},
-	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe"},
+	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},
 	"daemon":            {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "checksum", "stripe"},
 }

@@ -3,9 +3,10 @@ module tuttifs
 go 1.26.0
 
 require (
-	github.com/hanwen/go-fuse/v2 v2.12.1 // indirect
+	github.com/ebitengine/purego v0.11.3
 	github.com/beorn7/perks v1.0.1 // indirect
 	github.com/cespare/xxhash/v2 v2.3.0 // indirect
+	github.com/hanwen/go-fuse/v2 v2.12.1 // indirect
 	github.com/munnerz/goautoneg v0.0.0-20191010083416-a7dc8b61c822 // indirect
 	github.com/prometheus/client_golang v1.25.0 // indirect
 	github.com/prometheus/client_model v0.6.3 // indirect

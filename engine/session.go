@@ -130,7 +130,7 @@ type Session struct {
 	control
 	client *ioctl.Client
 	attach *ioctl.Attachment
-	ring   *gio.Ring
+	ring   gio.Executor
 	token  [ioctl.TokenBytes]byte
 	id     uint32
 	queues [][]gio.Queue
@@ -202,8 +202,7 @@ func (s *Session) build(o SessionOptions) error {
 		}
 		s.queues = append(s.queues, lane)
 	}
-	var err error
-	s.ring, err = gio.NewRing(gio.RingConfig{
+	ring, err := gio.NewRing(gio.RingConfig{
 		Lanes: s.queues, DMA: s.attach.DMA, DMABase: r.DMABase, SGL: r.SGL == 1,
 		BounceBytes: o.BounceBytes, ChunkCommands: o.ChunkCommands, Deadline: o.Deadline,
 		Armed: s.attach.Word(ioctl.ArmedWord), Wake: s.attach.Word(ioctl.WakeWord),
@@ -215,6 +214,9 @@ func (s *Session) build(o SessionOptions) error {
 			return s.queues[lane], nil
 		},
 	})
+	if err == nil {
+		s.ring = ring
+	}
 	return err
 }
 
@@ -246,7 +248,7 @@ func (s *Session) Token() [16]byte { return s.token }
 func (s *Session) ID() uint32 { return s.id }
 
 // Ring is the executor over this session's queues.
-func (s *Session) Ring() *gio.Ring { return s.ring }
+func (s *Session) Ring() gio.Executor { return s.ring }
 
 // DMA is memory that controllers reach, beyond the bounce cells and what the ring needs itself.
 func (s *Session) DMA() []byte { return s.ring.DMA() }

@@ -26,7 +26,7 @@ type lane struct {
 	queues   []laneQueue
 	busy     bool
 	dead     bool
-	ticket   *Ticket
+	ticket   *ringTicket
 	deadline time.Time
 	commands int // of the chunk
 	pending  int // queues whose last entry is not in
@@ -77,7 +77,7 @@ func (q *laneQueue) attach(c *Queue) {
 func (l *lane) start() bool {
 	r := l.ring
 	r.mu.Lock()
-	var t *Ticket
+	var t *ringTicket
 	for l.commands == 0 {
 		if t = r.head; t == nil {
 			break
@@ -101,7 +101,7 @@ func (l *lane) start() bool {
 }
 
 // cut builds commands of t until the chunk is full. IOCTXs that can never be commands are failed. Ring.mu is held.
-func (l *lane) cut(t *Ticket) {
+func (l *lane) cut(t *ringTicket) {
 	refused := int64(0)
 	for l.commands < t.chunk && t.next < len(t.ctxs) {
 		fits, err := l.build(t, t.next)
@@ -120,7 +120,7 @@ func (l *lane) cut(t *Ticket) {
 }
 
 // build makes one command. fits is false when the chunk has no room for it; with an error it never will.
-func (l *lane) build(t *Ticket, index int) (fits bool, err error) {
+func (l *lane) build(t *ringTicket, index int) (fits bool, err error) {
 	ctx := &t.ctxs[index]
 	drive, unit, units, ok := t.m.Locate(ctx.Slot, ctx.Object)
 	if !ok {
@@ -164,7 +164,7 @@ func (l *lane) build(t *Ticket, index int) (fits bool, err error) {
 }
 
 // place finds the I/O address of an IOCTX's n bytes: its own, or that of a bounce cell.
-func (l *lane) place(t *Ticket, ctx *IOCTX, n uint32) (address uint64, cell uint32, fits bool, err error) {
+func (l *lane) place(t *ringTicket, ctx *IOCTX, n uint32) (address uint64, cell uint32, fits bool, err error) {
 	m := l.ring.lookup(ctx.Desc)
 	payload := t.m.ObjectBytes(ctx.Object)
 	if m == nil || m.at(ctx.Desc, payload) == nil {
@@ -189,7 +189,7 @@ func (l *lane) place(t *Ticket, ctx *IOCTX, n uint32) (address uint64, cell uint
 
 // gather copies a write chunk's payloads into its cells and zeroes what follows them, so that no other object's bytes
 // reach the drive.
-func (l *lane) gather(t *Ticket) {
+func (l *lane) gather(t *ringTicket) {
 	for d := range l.queues {
 		q := &l.queues[d]
 		for i := range q.slots[:q.count] {
@@ -203,7 +203,7 @@ func (l *lane) gather(t *Ticket) {
 }
 
 // scatter copies a read chunk's payloads out of their cells. Those with a bad status are left out.
-func (l *lane) scatter(t *Ticket) {
+func (l *lane) scatter(t *ringTicket) {
 	for d := range l.queues {
 		q := &l.queues[d]
 		for i := range q.slots[:q.count] {
@@ -336,7 +336,7 @@ func (q *laneQueue) advance() {
 }
 
 // report fails the IOCTXs of commands with a bad status.
-func (l *lane) report(t *Ticket) {
+func (l *lane) report(t *ringTicket) {
 	for d := range l.queues {
 		q := &l.queues[d]
 		for i := range q.slots[:q.count] {
@@ -354,7 +354,7 @@ func (l *lane) report(t *Ticket) {
 }
 
 // release counts the chunk off and makes the lane idle.
-func (l *lane) release(t *Ticket) {
+func (l *lane) release(t *ringTicket) {
 	n := l.commands
 	l.busy, l.ticket, l.commands, l.pending, l.bounced = false, nil, 0, 0, 0
 	if armed := l.ring.config.Armed; armed != nil {

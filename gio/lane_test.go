@@ -58,7 +58,7 @@ func newHand(t testing.TB, depth int) *hand {
 }
 
 // issue reads n slots into targets that hold something.
-func (h *hand) issue(n int) *Ticket {
+func (h *hand) issue(n int) *ringTicket {
 	h.t.Helper()
 	ctxs := make([]IOCTX, n)
 	for i := range ctxs {
@@ -67,7 +67,7 @@ func (h *hand) issue(n int) *Ticket {
 	for i := range n {
 		h.mem.buf[i*4096] = 0xee
 	}
-	ticket, err := h.ring.Issue(false, h.m, ctxs)
+	ticket, err := h.ring.issue(false, h.m, ctxs)
 	require.NoError(h.t, err)
 	return ticket
 }
@@ -91,7 +91,7 @@ func (h *hand) post(id, status uint16) {
 	h.tail++
 }
 
-func (h *hand) wait(ticket *Ticket, want error, failed int) {
+func (h *hand) wait(ticket *ringTicket, want error, failed int) {
 	h.t.Helper()
 	results, err := h.ring.Wait(ticket)
 	require.NoError(h.t, err)

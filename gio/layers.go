@@ -21,13 +21,13 @@ type scratch struct {
 	memory *Memory
 }
 
-// Layers is the layer verbs' state for one batch of slots and one rank: the slots' trailers (read and verified at
+// ringLayers is the layer verbs' state for one batch of slots and one rank: the slots' trailers (read and verified at
 // first, or collected for a store). Several layers may be in flight; methods are safe for concurrent use, but not
 // Finish and Close beside others.
 //
 // A slot fails alone: its targets are zeroed, it is skipped from then on and Failed says why. The error that a verb
 // itself returns is about the batch: a wrong argument, or a ring that is gone.
-type Layers struct {
+type ringLayers struct {
 	ring    *Ring
 	m       *Map
 	rank    uint16
@@ -42,12 +42,12 @@ type Layers struct {
 	closed bool
 }
 
-func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*Layers, error) {
+func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*ringLayers, error) {
 	if m == nil || int(rank) >= m.layout.Ranks() {
 		return nil, fmt.Errorf("%w: rank %d of a geometry without it", ErrInvalid, rank)
 	}
 	n := len(m.layout.RankObjects(rank))
-	return &Layers{
+	return &ringLayers{
 		ring: r, m: m, rank: rank, slots: slots, objects: n, store: store,
 		sums: make([]uint64, n*len(slots)), failed: make([]error, len(slots)), stored: make([]bool, n),
 	}, nil
@@ -55,7 +55,7 @@ func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*Laye
 
 // OpenLayers prepares restoring: it reads and verifies the rank's trailers of all slots. Slots whose trailer is bad are
 // reported by Failed. The caller leaves slots alone until Close.
-func (r *Ring) OpenLayers(m *Map, rank uint16, slots []SlotIO) (*Layers, error) {
+func (r *Ring) OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
 	l, err := r.newLayers(m, rank, slots, false)
 	if err != nil {
 		return nil, err
@@ -72,15 +72,19 @@ func (r *Ring) OpenLayers(m *Map, rank uint16, slots []SlotIO) (*Layers, error) 
 }
 
 // CreateLayers prepares storing.
-func (r *Ring) CreateLayers(m *Map, rank uint16, slots []SlotIO) (*Layers, error) {
-	return r.newLayers(m, rank, slots, true)
+func (r *Ring) CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
+	l, err := r.newLayers(m, rank, slots, true)
+	if err != nil {
+		return nil, err
+	}
+	return l, nil
 }
 
-func (l *Layers) slotSums(i int) []uint64 { return l.sums[i*l.objects : (i+1)*l.objects] }
+func (l *ringLayers) slotSums(i int) []uint64 { return l.sums[i*l.objects : (i+1)*l.objects] }
 
 // trailers moves the trailers of all slots that have not failed through the scratch memory, and calls each with every
 // one: after it was read, or to fill it before it is written.
-func (l *Layers) trailers(write bool, each func(i int, b []byte)) error {
+func (l *ringLayers) trailers(write bool, each func(i int, b []byte)) error {
 	s := &l.ring.scratch
 	object := l.m.layout.TrailerObject(l.rank)
 	payload := int(l.m.ObjectBytes(object))
@@ -123,18 +127,18 @@ func (l *Layers) trailers(write bool, each func(i int, b []byte)) error {
 	return nil
 }
 
-func (l *Layers) run(write bool, ctxs []IOCTX) ([]Result, error) {
-	t, err := l.ring.Issue(write, l.m, ctxs)
+func (l *ringLayers) run(write bool, ctxs []IOCTX) ([]Result, error) {
+	t, err := l.ring.issue(write, l.m, ctxs)
 	if err != nil {
 		return nil, err
 	}
-	return l.ring.Wait(t)
+	return l.ring.wait(t)
 }
 
-// LayerTicket is a layer in flight; Wait completes and (for reads) verifies it.
-type LayerTicket struct {
-	layers  *Layers
-	ticket  *Ticket
+// ringLayerTicket is a layer in flight; Wait completes and (for reads) verifies it.
+type ringLayerTicket struct {
+	layers  *ringLayers
+	ticket  *ringTicket
 	objects []uint16 // of the layer
 	desc    []uint64 // [slot*len(objects) + j]
 	active  []uint32 // slots of the batch's IOCTXs, len(objects) each
@@ -143,12 +147,12 @@ type LayerTicket struct {
 // RetrieveLayer reads the layer's objects of all slots into dst: dst[i*objectsOfLayer+j] is the descriptor for slot
 // i, object j of the layer. Wait verifies each object's checksum; failed slots are zeroed and reported by Failed. The
 // caller leaves dst alone until Wait.
-func (l *Layers) RetrieveLayer(layer uint16, dst []uint64) (*LayerTicket, error) {
+func (l *ringLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, error) {
 	t, ctxs, err := l.prepare(layer, dst, false)
 	if err != nil {
 		return nil, err
 	}
-	t.ticket, err = l.ring.Issue(false, l.m, ctxs)
+	t.ticket, err = l.ring.issue(false, l.m, ctxs)
 	if err != nil {
 		return nil, err
 	}
@@ -157,7 +161,7 @@ func (l *Layers) RetrieveLayer(layer uint16, dst []uint64) (*LayerTicket, error)
 
 // StoreLayer writes the layer's objects of all slots and keeps their sums. The caller leaves src and the payloads alone
 // until Wait.
-func (l *Layers) StoreLayer(layer uint16, src []uint64) (*LayerTicket, error) {
+func (l *ringLayers) StoreLayer(layer uint16, src []uint64) (LayerTicket, error) {
 	t, ctxs, err := l.prepare(layer, src, true)
 	if err != nil {
 		return nil, err
@@ -172,7 +176,7 @@ func (l *Layers) StoreLayer(layer uint16, src []uint64) (*LayerTicket, error) {
 			l.sums[at] = checksum.Sum(l.slots[i].Seed, l.rank, object, b)
 		}
 	})
-	t.ticket, err = l.ring.Issue(true, l.m, ctxs)
+	t.ticket, err = l.ring.issue(true, l.m, ctxs)
 	if err != nil {
 		return nil, err
 	}
@@ -180,7 +184,7 @@ func (l *Layers) StoreLayer(layer uint16, src []uint64) (*LayerTicket, error) {
 }
 
 // prepare makes the batch of a layer from the slots that have not failed, and zeroes the targets of those that have.
-func (l *Layers) prepare(layer uint16, desc []uint64, store bool) (*LayerTicket, []IOCTX, error) {
+func (l *ringLayers) prepare(layer uint16, desc []uint64, store bool) (*ringLayerTicket, []IOCTX, error) {
 	objects := l.m.layout.LayerObjects(layer, l.rank)
 	switch {
 	case l.store != store:
@@ -191,7 +195,7 @@ func (l *Layers) prepare(layer uint16, desc []uint64, store bool) (*LayerTicket,
 		return nil, nil, fmt.Errorf("%w: %d descriptors for %d slots of %d objects",
 			ErrInvalid, len(desc), len(l.slots), len(objects))
 	}
-	t := &LayerTicket{layers: l, objects: objects, desc: desc, active: make([]uint32, 0, len(l.slots))}
+	t := &ringLayerTicket{layers: l, objects: objects, desc: desc, active: make([]uint32, 0, len(l.slots))}
 	ctxs := make([]IOCTX, 0, len(desc))
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -214,7 +218,7 @@ func (l *Layers) prepare(layer uint16, desc []uint64, store bool) (*LayerTicket,
 }
 
 // payload is object j of slot i, nil if its descriptor is bad.
-func (t *LayerTicket) payload(i, j int) []byte {
+func (t *ringLayerTicket) payload(i, j int) []byte {
 	desc := t.desc[i*len(t.objects)+j]
 	m := t.layers.ring.lookup(desc)
 	if m == nil {
@@ -224,7 +228,7 @@ func (t *LayerTicket) payload(i, j int) []byte {
 }
 
 // zero clears all objects of slot i.
-func (t *LayerTicket) zero(i int) {
+func (t *ringLayerTicket) zero(i int) {
 	for j := range t.objects {
 		clear(t.payload(i, j))
 	}
@@ -232,9 +236,9 @@ func (t *LayerTicket) zero(i int) {
 
 // Wait completes the layer and, for reads, verifies it. Slots that failed are in Failed and zeroed; the error is for
 // the whole: the ring is gone.
-func (t *LayerTicket) Wait() error {
+func (t *ringLayerTicket) Wait() error {
 	l := t.layers
-	results, err := l.ring.Wait(t.ticket)
+	results, err := l.ring.wait(t.ticket)
 	for _, f := range results {
 		l.failSlot(int(t.active[f.Index/len(t.objects)]), f.Err)
 	}
@@ -253,7 +257,7 @@ func (t *LayerTicket) Wait() error {
 }
 
 // verify compares a slot's objects with its trailer.
-func (t *LayerTicket) verify(i int) {
+func (t *ringLayerTicket) verify(i int) {
 	l := t.layers
 	for j, object := range t.objects {
 		if l.slotError(i) != nil {
@@ -273,7 +277,7 @@ func (t *LayerTicket) verify(i int) {
 const spreadBytes = 256 << 10
 
 // each calls f with every active slot, on several cores when that is worth it.
-func (t *LayerTicket) each(f func(i int)) {
+func (t *ringLayerTicket) each(f func(i int)) {
 	bytes := 0
 	for _, object := range t.objects {
 		bytes += int(t.layers.m.ObjectBytes(object))
@@ -299,14 +303,14 @@ func (t *LayerTicket) each(f func(i int)) {
 	wg.Wait()
 }
 
-func (l *Layers) slotError(i int) error {
+func (l *ringLayers) slotError(i int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.failed[i]
 }
 
 // failSlot keeps the first error of a slot.
-func (l *Layers) failSlot(i int, err error) {
+func (l *ringLayers) failSlot(i int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.failed[i] == nil {
@@ -316,7 +320,7 @@ func (l *Layers) failSlot(i int, err error) {
 
 // Finish writes the trailers, once every layer was stored and waited for. Commit may follow when it returns nil: then
 // all slots are whole. Otherwise Failed names those that are not.
-func (l *Layers) Finish() error {
+func (l *ringLayers) Finish() error {
 	if !l.store || l.closed {
 		return fmt.Errorf("%w: nothing is being stored", ErrInvalid)
 	}
@@ -341,14 +345,14 @@ func (l *Layers) Finish() error {
 }
 
 // Failed has one error (or nil) a slot, in the order of the slots: a copy.
-func (l *Layers) Failed() []error {
+func (l *ringLayers) Failed() []error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return append([]error(nil), l.failed...)
 }
 
 // Close gives the trailers' memory back. Tickets must have been waited for.
-func (l *Layers) Close() {
+func (l *ringLayers) Close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed, l.sums = true, nil

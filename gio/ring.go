@@ -69,7 +69,7 @@ type Ring struct {
 	regions [RegionsMax + 1]region
 
 	mu         sync.Mutex
-	head, tail *Ticket // batches that are not all in chunks yet, in order of issue
+	head, tail *ringTicket // batches that are not all in chunks yet, in order of issue
 	lastRegion int
 	closed     bool
 
@@ -253,11 +253,11 @@ func (r *Ring) failQueued(err error) {
 }
 
 // unqueue takes a ticket out of the list. Ring.mu is held.
-func (r *Ring) unqueue(t *Ticket) {
+func (r *Ring) unqueue(t *ringTicket) {
 	if !t.queued {
 		return
 	}
-	var before *Ticket
+	var before *ringTicket
 	for x := r.head; x != t; x = x.after {
 		before = x
 	}
@@ -298,7 +298,7 @@ func (r *Ring) Poll() bool {
 }
 
 // expire fails chunks whose time is over, and everything that t still has outstanding when its own is.
-func (r *Ring) expire(t *Ticket, over bool) {
+func (r *Ring) expire(t *ringTicket, over bool) {
 	if over {
 		r.mu.Lock()
 		r.unqueue(t)

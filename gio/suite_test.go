@@ -8,5 +8,5 @@ import (
 )
 
 func TestRing(t *testing.T) {
-	giotest.Run(t, func(c gio.RingConfig) (giotest.Executor, error) { return gio.NewRing(c) })
+	giotest.Run(t, func(c gio.RingConfig) (gio.Executor, error) { return gio.NewRing(c) })
 }

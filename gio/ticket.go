@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// Ticket is a batch in flight. (The IOCB.)
-type Ticket struct {
+// ringTicket is a batch in flight. (The IOCB.)
+type ringTicket struct {
 	ring  *Ring
 	m     *Map
 	ctxs  []IOCTX
@@ -18,8 +18,8 @@ type Ticket struct {
 	chunk int // most commands of a chunk
 	left  atomic.Int64
 
-	next   int     // first IOCTX in no chunk; Ring.mu, as are the two below
-	after  *Ticket // in the ring's list
+	next   int         // first IOCTX in no chunk; Ring.mu, as are the two below
+	after  *ringTicket // in the ring's list
 	queued bool
 
 	mu     sync.Mutex
@@ -33,8 +33,16 @@ const chunkLeast = 8
 
 // Issue queues a batch (any length; it is cut into chunks by lane). Reads land at the descriptors, payload length each
 // object's own. The caller leaves ctxs and the buffers alone until Wait has returned, and calls Wait exactly once.
-func (r *Ring) Issue(write bool, m *Map, ctxs []IOCTX) (*Ticket, error) {
-	t := &Ticket{ring: r, m: m, ctxs: ctxs, write: write}
+func (r *Ring) Issue(write bool, m *Map, ctxs []IOCTX) (Ticket, error) {
+	t, err := r.issue(write, m, ctxs)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+func (r *Ring) issue(write bool, m *Map, ctxs []IOCTX) (*ringTicket, error) {
+	t := &ringTicket{ring: r, m: m, ctxs: ctxs, write: write}
 	if m == nil {
 		return nil, fmt.Errorf("%w: no extent map", ErrInvalid)
 	}
@@ -52,7 +60,7 @@ func (r *Ring) Issue(write bool, m *Map, ctxs []IOCTX) (*Ticket, error) {
 	return t, nil
 }
 
-func (r *Ring) enqueue(t *Ticket) error {
+func (r *Ring) enqueue(t *ringTicket) error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.closed {
@@ -78,7 +86,7 @@ func (r *Ring) enqueue(t *Ticket) error {
 }
 
 // hold keeps the batch's memory registered until it is done. A descriptor of no memory is left for its chunk to report.
-func (t *Ticket) hold() {
+func (t *ringTicket) hold() {
 	last := ^uint64(0)
 	t.ring.mu.Lock()
 	defer t.ring.mu.Unlock()
@@ -97,7 +105,7 @@ func (t *Ticket) hold() {
 	}
 }
 
-func (t *Ticket) letGo() {
+func (t *ringTicket) letGo() {
 	for _, m := range t.memories {
 		m.users.Add(-1)
 	}
@@ -107,7 +115,15 @@ func (t *Ticket) letGo() {
 // Wait blocks until the batch is complete, at most the ring's deadline (and the time of a quiesce); it returns failed
 // IOCTXs in batch order (empty when all is well) and zeroes their targets for reads. The error is for the ring as a
 // whole: it is gone; the failed IOCTXs are returned with it.
-func (r *Ring) Wait(t *Ticket) ([]Result, error) {
+func (r *Ring) Wait(ticket Ticket) ([]Result, error) {
+	t, ours := ticket.(*ringTicket)
+	if !ours || t.ring != r {
+		return nil, fmt.Errorf("%w: a ticket of another executor", ErrInvalid)
+	}
+	return r.wait(t)
+}
+
+func (r *Ring) wait(t *ringTicket) ([]Result, error) {
 	begin := time.Time{}
 	for idle := 0; t.left.Load() > 0; idle++ {
 		if r.Poll() {
@@ -134,10 +150,10 @@ func (r *Ring) Wait(t *Ticket) ([]Result, error) {
 }
 
 // Done says whether Wait would return at once.
-func (t *Ticket) Done() bool { return t.left.Load() == 0 }
+func (t *ringTicket) Done() bool { return t.left.Load() == 0 }
 
 // fail records one IOCTX's error and zeroes its target. The caller counts it off.
-func (t *Ticket) fail(index int, err error) {
+func (t *ringTicket) fail(index int, err error) {
 	ctx := &t.ctxs[index]
 	if !t.write {
 		if m := t.ring.lookup(ctx.Desc); m != nil {
@@ -150,7 +166,7 @@ func (t *Ticket) fail(index int, err error) {
 }
 
 // failRest fails what is in no chunk yet. Ring.mu is held.
-func (t *Ticket) failRest(err error) {
+func (t *ringTicket) failRest(err error) {
 	n := len(t.ctxs) - t.next
 	for ; t.next < len(t.ctxs); t.next++ {
 		t.fail(t.next, err)
@@ -159,7 +175,7 @@ func (t *Ticket) failRest(err error) {
 }
 
 // payload is an IOCTX's memory. Its descriptor was checked when its command was built.
-func (t *Ticket) payload(index uint32) []byte {
+func (t *ringTicket) payload(index uint32) []byte {
 	ctx := &t.ctxs[index]
 	return t.ring.lookup(ctx.Desc).at(ctx.Desc, t.m.objects[ctx.Object].bytes)
 }

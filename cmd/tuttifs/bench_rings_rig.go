@@ -245,7 +245,7 @@ func (r *benchRig) place(ctxs []gio.IOCTX, objectBytes, dmaBytes int) {
 // stream issues batch after batch, two of them in flight, going round in ctxs until more says no. It returns how many
 // commands were completed.
 func (r *benchRig) stream(write bool, ctxs []gio.IOCTX, batch int, more func() bool) (n int, err error) {
-	var flying []*gio.Ticket
+	var flying []gio.Ticket
 	wait := func() error {
 		failed, err := r.ring.Wait(flying[0])
 		flying = flying[1:]

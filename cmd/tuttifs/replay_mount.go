@@ -223,7 +223,7 @@ func (t *mountTarget) restoreRank(rank uint16, keys []gpufile.Key, grants []engi
 	}
 	defer layers.Close()
 	type flight struct {
-		ticket  *gio.LayerTicket
+		ticket  gio.LayerTicket
 		start   time.Time
 		objects []uint16
 		at      int
@@ -372,7 +372,7 @@ func (t *mountTarget) storeRank(rank uint16, keys []gpufile.Key, grants []engine
 		return 0, err
 	}
 	defer layers.Close()
-	var flying [2]*gio.LayerTicket
+	var flying [2]gio.LayerTicket
 	land := func(half int) error {
 		ticket := flying[half]
 		if flying[half] = nil; ticket == nil {

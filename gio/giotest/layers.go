@@ -59,9 +59,9 @@ func (r *layerRig) desc(layer int) []uint64 {
 }
 
 // move runs all layers, a few of them in flight together.
-func (r *layerRig) move(verb func(layer uint16, desc []uint64) (*gio.LayerTicket, error)) {
+func (r *layerRig) move(verb func(layer uint16, desc []uint64) (gio.LayerTicket, error)) {
 	r.t.Helper()
-	var flying []*gio.LayerTicket
+	var flying []gio.LayerTicket
 	for layer := range r.first {
 		ticket, err := verb(uint16(layer), r.desc(layer))
 		require.NoError(r.t, err)

@@ -19,22 +19,8 @@ import (
 	"tuttifs/stripe"
 )
 
-// Executor is what the suite drives.
-type Executor interface {
-	DMA() []byte
-	Register(buf []byte) (*gio.Memory, error)
-	RegisterPadded(buf []byte) (*gio.Memory, error)
-	Unregister(m *gio.Memory) error
-	Issue(write bool, m *gio.Map, ctxs []gio.IOCTX) (*gio.Ticket, error)
-	Wait(t *gio.Ticket) ([]gio.Result, error)
-	OpenLayers(m *gio.Map, rank uint16, slots []gio.SlotIO) (*gio.Layers, error)
-	CreateLayers(m *gio.Map, rank uint16, slots []gio.SlotIO) (*gio.Layers, error)
-	Abandon(cause error)
-	Close() error
-}
-
 // Constructor makes an executor for a configuration.
-type Constructor func(c gio.RingConfig) (Executor, error)
+type Constructor func(c gio.RingConfig) (gio.Executor, error)
 
 // dmaBase is an address that no process has, so that nobody mistakes one for the other.
 const dmaBase = 0x10_0000_0000
@@ -112,7 +98,7 @@ func Uneven(layers, ranks int) stripe.Geometry {
 // Rig is one executor joined to virtual controllers.
 type Rig struct {
 	Shape       Shape
-	Ring        Executor
+	Ring        gio.Executor
 	Map         *gio.Map
 	Drives      []drive.Drive
 	Controllers []*emu.Controller

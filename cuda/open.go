@@ -1,0 +1,3 @@
+package cuda
+
+import _ "github.com/ebitengine/purego"
