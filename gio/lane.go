@@ -72,20 +72,23 @@ func (q *laneQueue) attach(c *Queue) {
 	}
 }
 
-// start cuts a chunk off the first batch that waits, builds its commands and rings. It reports whether it did.
-// The lane is locked and idle.
+// start cuts a chunk off the batch whose turn it is, builds its commands and rings. It reports whether it did. The lane
+// is locked and idle.
 func (l *lane) start() bool {
 	r := l.ring
 	r.mu.Lock()
 	var t *ringTicket
 	for l.commands == 0 {
-		if t = r.head; t == nil {
+		if t = r.turn(); t == nil {
 			break
 		}
 		l.cut(t)
 		if t.next == len(t.ctxs) {
-			r.unqueue(t)
+			r.list(t.write).remove(t)
 		}
+	}
+	if l.commands > 0 && t.write {
+		r.writing.Add(1)
 	}
 	r.mu.Unlock()
 	if l.commands == 0 {
@@ -357,6 +360,9 @@ func (l *lane) report(t *ringTicket) {
 func (l *lane) release(t *ringTicket) {
 	n := l.commands
 	l.busy, l.ticket, l.commands, l.pending, l.bounced = false, nil, 0, 0, 0
+	if t.write {
+		l.ring.writing.Add(-1)
+	}
 	if armed := l.ring.config.Armed; armed != nil {
 		atomic.AddUint32(armed, ^uint32(0))
 	}

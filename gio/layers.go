@@ -85,7 +85,10 @@ func (l *ringLayers) slotSums(i int) []uint64 { return l.sums[i*l.objects : (i+1
 // trailers moves the trailers of all slots that have not failed through the scratch memory, and calls each with every
 // one: after it was read, or to fill it before it is written.
 func (l *ringLayers) trailers(write bool, each func(i int, b []byte)) error {
-	s := &l.ring.scratch
+	s := &l.ring.scratch[0]
+	if write {
+		s = &l.ring.scratch[1]
+	}
 	object := l.m.layout.TrailerObject(l.rank)
 	payload := int(l.m.ObjectBytes(object))
 	room := (payload + pageBytes - 1) &^ (pageBytes - 1)

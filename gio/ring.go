@@ -28,8 +28,8 @@ type RingConfig struct {
 	DMABase uint64
 	// BounceBytes at the start of DMA are bounce cells, divided among the lanes; 0 means direct only.
 	BounceBytes int
-	// ScratchBytes of DMA behind the bounce cells hold trailers on their way; 0 means 1 MiB, or an eighth of a smaller
-	// DMA memory.
+	// ScratchBytes of DMA behind the bounce cells hold trailers on their way, one half those that are read and one those
+	// that are written; 0 means 1 MiB, or an eighth of a smaller DMA memory.
 	ScratchBytes int
 	// ChunkCommands bounds the commands of one chunk; 0 means that a batch is spread over all lanes.
 	ChunkCommands int
@@ -62,18 +62,18 @@ type Ring struct {
 	lanes   []*lane
 	drives  []int16 // index of a drive's queue in a lane, -1 for none
 	prp     prpTable
-	user    []byte // what is left of DMA
-	spins   int    // looks at all lanes before a wait naps
-	procs   int    // GOMAXPROCS
-	scratch scratch
+	user    []byte     // what is left of DMA
+	spins   int        // looks at all lanes before a wait naps
+	procs   int        // GOMAXPROCS
+	scratch [2]scratch // for reads and for writes, so that a write that is held back delays no read
 	regions [RegionsMax + 1]region
 
-	mu         sync.Mutex
-	head, tail *ringTicket // batches that are not all in chunks yet, in order of issue
-	lastRegion int
-	closed     bool
+	mu            sync.Mutex
+	reads, writes ticketList // batches that are not all in chunks yet
+	lastRegion    int
+	closed        bool
 
-	waiting atomic.Int32 // length of the list at head, so that idle lanes need not lock to see that it is empty
+	writing atomic.Int32 // lanes that carry writes; raised with mu held
 	alive   atomic.Int32 // lanes that are not dead
 	broken  atomic.Pointer[error]
 }
@@ -167,7 +167,7 @@ func (r *Ring) layOut() error {
 	if !c.SGL {
 		lists = prpTableBytes(len(c.DMA))
 	}
-	if at+lists+c.ScratchBytes >= len(c.DMA) || c.ScratchBytes < pageBytes {
+	if at+lists+c.ScratchBytes >= len(c.DMA) || c.ScratchBytes < 2*pageBytes {
 		return fmt.Errorf("%w: DMA memory of %d bytes is too small: %d of bounce cells, %d of PRP lists, %d of scratch",
 			ErrInvalid, len(c.DMA), at, lists, c.ScratchBytes)
 	}
@@ -175,12 +175,16 @@ func (r *Ring) layOut() error {
 		r.prp = newPRPTable(c.DMA[at:at+lists], c.DMABase+uint64(at), c.DMABase, len(c.DMA))
 		at += lists
 	}
-	end := at + c.ScratchBytes
-	r.scratch.memory = &Memory{buf: c.DMA[at:end:end], base: c.DMABase + uint64(at), direct: true, padded: true}
-	r.scratch.memory.id = 1 << offsetBits
-	r.lastRegion = 1
-	r.regions[1].memory.Store(r.scratch.memory)
-	r.user = c.DMA[end:]
+	for i := range r.scratch {
+		half := c.ScratchBytes / 2 &^ (pageBytes - 1)
+		m := &Memory{buf: c.DMA[at : at+half : at+half], base: c.DMABase + uint64(at), direct: true, padded: true}
+		at += half
+		r.lastRegion++
+		m.id = uint64(r.lastRegion) << offsetBits
+		r.regions[r.lastRegion].memory.Store(m)
+		r.scratch[i].memory = m
+	}
+	r.user = c.DMA[at:]
 	return nil
 }
 
@@ -246,31 +250,12 @@ func (r *Ring) failAll() {
 func (r *Ring) failQueued(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for t := r.head; t != nil; t = r.head {
-		r.unqueue(t)
-		t.failRest(err)
+	for _, list := range [...]*ticketList{&r.reads, &r.writes} {
+		for t := list.head; t != nil; t = list.head {
+			list.remove(t)
+			t.failRest(err)
+		}
 	}
-}
-
-// unqueue takes a ticket out of the list. Ring.mu is held.
-func (r *Ring) unqueue(t *ringTicket) {
-	if !t.queued {
-		return
-	}
-	var before *ringTicket
-	for x := r.head; x != t; x = x.after {
-		before = x
-	}
-	if before == nil {
-		r.head = t.after
-	} else {
-		before.after = t.after
-	}
-	if r.tail == t {
-		r.tail = before
-	}
-	t.after, t.queued = nil, false
-	r.waiting.Add(-1)
 }
 
 // Poll moves every lane on: completes chunks that are in and starts new ones. It reports whether anything happened.
@@ -289,7 +274,7 @@ func (r *Ring) Poll() bool {
 			l.finish()
 			moved = true
 		}
-		if !l.busy && !l.dead && r.waiting.Load() > 0 && l.start() {
+		if !l.busy && !l.dead && r.startable() && l.start() {
 			moved = true
 		}
 		l.mu.Unlock()
@@ -301,7 +286,7 @@ func (r *Ring) Poll() bool {
 func (r *Ring) expire(t *ringTicket, over bool) {
 	if over {
 		r.mu.Lock()
-		r.unqueue(t)
+		r.list(t.write).remove(t)
 		t.failRest(ErrTimeout)
 		r.mu.Unlock()
 	}

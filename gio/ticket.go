@@ -19,7 +19,7 @@ type ringTicket struct {
 	left  atomic.Int64
 
 	next   int         // first IOCTX in no chunk; Ring.mu, as are the two below
-	after  *ringTicket // in the ring's list
+	after  *ringTicket // in its list
 	queued bool
 
 	mu     sync.Mutex
@@ -48,7 +48,11 @@ func (r *Ring) issue(write bool, m *Map, ctxs []IOCTX) (*ringTicket, error) {
 	}
 	t.hold()
 	t.left.Store(int64(len(ctxs)))
-	t.chunk = max(chunkLeast, (len(ctxs)+len(r.lanes)-1)/len(r.lanes))
+	lanes := len(r.lanes)
+	if write {
+		lanes = int(writeLanes(int32(lanes)))
+	}
+	t.chunk = max(chunkLeast, (len(ctxs)+lanes-1)/lanes)
 	if limit := r.config.ChunkCommands; limit > 0 {
 		t.chunk = min(t.chunk, limit)
 	}
@@ -75,13 +79,7 @@ func (r *Ring) enqueue(t *ringTicket) error {
 	if len(t.ctxs) == 0 {
 		return nil
 	}
-	if r.tail == nil {
-		r.head = t
-	} else {
-		r.tail.after = t
-	}
-	r.tail, t.queued = t, true
-	r.waiting.Add(1)
+	r.list(t.write).add(t)
 	return nil
 }
 

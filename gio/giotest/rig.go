@@ -117,6 +117,15 @@ type Rig struct {
 	wake       uint32
 	stop       chan struct{}
 	entryUnits uint64
+	taken      int // of the user's DMA memory
+}
+
+// dmaTake is n bytes of the user's DMA memory that nothing else of the test has.
+func (r *Rig) dmaTake(n int) []byte {
+	require.LessOrEqual(r.t, n, len(r.Ring.DMA())-r.taken)
+	b := r.Ring.DMA()[r.taken : r.taken+n : r.taken+n]
+	r.taken += (n + drive.UnitBytes - 1) &^ (drive.UnitBytes - 1)
+	return b
 }
 
 // NewRig builds drives, controllers, map and executor; everything is taken down with the test.

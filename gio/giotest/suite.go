@@ -29,6 +29,8 @@ func Run(t *testing.T, construct Constructor) {
 		"DeadQueue":     testDeadQueue,
 		"DeadDaemon":    testDeadDaemon,
 		"DeafDaemon":    testDeafDaemon,
+		"HeldWrites":    testHeldWrites,
+		"HeldTrailers":  testHeldTrailers,
 		"Registration":  testRegistration,
 		"Concurrent":    testConcurrent,
 		"Layers":        testLayers,
@@ -95,8 +97,7 @@ func (w way) memory(r *Rig, ctxs []gio.IOCTX) *arena {
 	}
 	var err error
 	if w.padded {
-		require.LessOrEqual(r.t, at, len(r.Ring.DMA()))
-		a.buf = r.Ring.DMA()[:at]
+		a.buf = r.dmaTake(at)
 		a.memory, err = r.Ring.RegisterPadded(a.buf)
 	} else {
 		a.buf = make([]byte, at)

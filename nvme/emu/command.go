@@ -58,6 +58,9 @@ func (c *command) reset() {
 	c.data.reset()
 }
 
+// held says that a fault keeps the command from beginning yet.
+func (c *command) held() bool { return c.fault.Hold != nil && !c.fault.Hold() }
+
 // keepMax is how many entries each list of a command may have that it keeps for the next one. Longer ones, which take
 // kilobytes, are for as long as the transfer lasts, and for one in largeShare of a queue's commands at a time: an
 // executor chooses their lengths, and need not even hold a lease.

@@ -12,6 +12,7 @@ import (
 type Fault struct {
 	Status uint16        // complete with this status field (phase not included) instead of serving
 	Delay  time.Duration // serve later
+	Hold   func() bool   // serve when it is true; asked again and again, under the same rules as the hook
 	Drop   bool          // never complete; the command moves no data
 	Double bool          // complete twice
 	Short  uint32        // transfer this many bytes only, then report a data transfer error

@@ -165,12 +165,17 @@ func (p *Poller) reap() int {
 		now := time.Now()
 		for len(p.timers) > 0 && !p.timers[0].due.After(now) {
 			c := p.timers.pop()
-			n++
-			if c.moved {
+			switch {
+			case c.moved:
 				c.queue.ready1(c)
-			} else {
+			case c.held():
+				c.due = now.Add(napMax)
+				p.timers.push(c)
+				continue
+			default:
 				p.begin(c)
 			}
+			n++
 		}
 	}
 	return n

@@ -232,7 +232,7 @@ func (p *Poller) accept(c *command) {
 		p.end(c)
 		return
 	}
-	if c.fault.Delay > 0 {
+	if c.fault.Delay > 0 || c.held() {
 		c.due = time.Now().Add(c.fault.Delay)
 		p.timers.push(c)
 		return

@@ -267,6 +267,39 @@ func TestQuiesceCancelsDelayed(t *testing.T) {
 	require.Equal(t, make([]byte, 4096), h.dma[:4096])
 }
 
+// A held command lets others pass, begins when it may, and never does once its queue is quiesced.
+func TestHold(t *testing.T) {
+	d := memoryDrive(t, 1<<20)
+	fill(d.Bytes(), 1)
+	h := newHost(t, Config{Drive: d}, 16, 256<<10)
+	free := false
+	h.c.SetFaults(func(e *nvme.SQE) *Fault {
+		if e.CID != 1 {
+			return nil
+		}
+		return &Fault{Hold: func() bool { return free }}
+	})
+	h.put(h.rw(false, 1, 0, 8, 0))
+	h.ring()
+	for cid := uint16(2); cid < 30; cid++ {
+		require.True(t, h.do(flush(cid)).OK())
+	}
+	require.Equal(t, make([]byte, 4096), h.dma[:4096])
+	free = true
+	require.Equal(t, []uint16{1}, cids(h.wait(1)))
+	require.Equal(t, d.Bytes()[:4096], h.dma[:4096])
+
+	free = false
+	clear(h.dma)
+	h.put(h.rw(false, 1, 0, 8, 0))
+	h.ring()
+	h.p.Step()
+	require.NoError(t, h.q.Quiesce(time.Now()))
+	free = true
+	h.p.Step()
+	require.Equal(t, make([]byte, 4096), h.dma[:4096])
+}
+
 func TestFlushAndForceUnit(t *testing.T) {
 	f := &fake{Drive: memoryDrive(t, 1<<20)}
 	h := newHost(t, Config{Drive: f}, 16, 256<<10)
