@@ -6,17 +6,29 @@ PREFIX  ?= /usr/local
 DESTDIR ?=
 FUZZTIME ?= 10s
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo devel)
-# The binary is static. Only the race detector needs cgo, and with it a C compiler.
+# No cgo: the binary opens libcuda at run time, by way of the system's libc. Only the race detector needs a C compiler.
 RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 # mount(8) looks for helpers nowhere but in /sbin.
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build demo test check fuzz bench install uninstall clean
+.PHONY: build static demo test check ptx ptx-check fuzz bench install uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o bin/tuttifs ./cmd/tuttifs
+
+# A fully static binary, for machines without glibc. It knows no GPUs.
+static: scripts/need-go.sh
+	@scripts/need-go.sh $(GO)
+	CGO_ENABLED=0 $(GO) build -tags nogpu -trimpath -ldflags '-s -w -X main.version=$(VERSION)' -o bin/tuttifs ./cmd/tuttifs
+
+# The GPU kernels, compiled by nvcc 13.0, which is installed in build/nvcc from PyPI. What they compile to is committed.
+ptx:
+	@scripts/ptx.sh build
+
+ptx-check:
+	@scripts/ptx.sh check
 
 demo: build
 	@scripts/demo.sh bin/tuttifs
@@ -26,7 +38,7 @@ check:
 	@bad=$$(gofmt -l $$(find . -name '*.go' -not -path './build/*')); [ -z "$$bad" ] || { echo "gofmt -w these: $$bad"; exit 1; }
 	$(GO) vet ./...
 
-test: check build
+test: check ptx-check build
 	@scripts/need-tools.sh getfattr:attr rsync:rsync
 	@[ -n "$(RACE)" ] || echo "no gcc here: testing without the race detector"
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -p 2 -timeout 15m ./...
