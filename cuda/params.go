@@ -11,16 +11,27 @@ type KernelIOCTX struct {
 	Flags  uint16
 }
 
+// KernelObject is one object of the layout table; gio's objectPlace has the same bytes.
+type KernelObject struct {
+	Offset   uint32 // units from the set's base on its entry
+	Bytes    uint32 // payload
+	Units    uint16
+	Position uint16 // in the layout's order, modulo the width
+	_        uint32
+}
+
 // KernelRegion is one entry of the table of registered memory, indexed by a descriptor's region.
 type KernelRegion struct {
 	Base  uint64 // flat: address of byte 0; table: address of its KernelRun entries
 	Limit uint64 // flat: bytes; table: entries
-	// IO is added (modulo 2^64) to an address of the region to make it one that controllers know. Used where direct.
+	// IO is added (modulo 2^64) to an address of the region to make it one that controllers know. Entries of a table
+	// have it added already. 0 where not direct.
 	IO uint64
-	// PRP is the address of the region's packed PRP lists, ListBytes for each run, and PRPIO what controllers know it
-	// by; 0 without lists.
-	PRP, PRPIO uint64
-	ListBytes  uint32
+	// TableIO and PRPIO are what controllers know the table's entries and its packed PRP lists by (ListBytes for each
+	// entry; 0 without lists). Used where direct. A flat region that is direct with PRP lies in the DMA memory, for
+	// which BuildParams has the windows.
+	TableIO, PRPIO uint64
+	ListBytes      uint32
 	Kind       uint8 // RegionNone, RegionFlat, RegionTable
 	Generation uint8
 	Direct     uint8 // controllers reach it
@@ -35,7 +46,8 @@ const (
 )
 
 // KernelRun is a contiguous range of registered memory: an SGL data block descriptor (NVMe Base 2.0 section 4.1.2)
-// whose address is the GPU's own plus the region's IO. An object's payload fills consecutive entries.
+// whose address is the GPU's own plus the region's IO. An object's payload fills consecutive entries; the last one may
+// be longer than what is left of it. No entry is empty.
 type KernelRun struct {
 	Address uint64
 	Bytes   uint32
@@ -45,7 +57,7 @@ type KernelRun struct {
 
 // KernelTables is the extent map of one pool and the registered memory.
 type KernelTables struct {
-	Objects     uint64 // gio's objectPlace[ObjectCount], 16 bytes each
+	Objects     uint64 // KernelObject[ObjectCount]
 	Entries     uint64 // u64[EntryCount]: drive in the top 16 bits, first unit below; all ones where unmapped
 	Drives      uint64 // i16[DriveCount]: a drive's place in a lane, -1 for none
 	Regions     uint64 // KernelRegion[4096]
@@ -65,7 +77,8 @@ type KernelCells struct {
 	Group   uint32 // IOCTXs
 }
 
-// KernelChunk is a piece of a batch.
+// KernelChunk is a piece of a batch. It is bounced as a whole, or direct as a whole: with Cells 0, an IOCTX whose memory
+// controllers cannot reach as it is gets OutcomeMemory; otherwise every IOCTX has a cell, even one that could be direct.
 type KernelChunk struct {
 	Cells uint64 // build: I/O address of the lane's cells; harvest and gather: GPU address of the staging; 0: direct
 	First uint32 // its first IOCTX
@@ -81,13 +94,18 @@ type KernelQueue struct {
 	Mask           uint32
 	Tail           uint32 // where the next command goes
 	Head           uint32 // next completion entry (polling kernel only)
-	Phase          uint32 // of the entry at Head (polling kernel only)
+	Phase          uint32 // of the entry at Head, 0 or 1 (polling kernel only); PhaseBad: quiesce the queue first
 	FirstID        uint32 // command id of the next command, modulo 2^16
 	LBAShift       uint32 // of units: 0 or 3
 }
 
+// PhaseBad is the Phase of a queue that the polling kernel left with commands outstanding or after a completion that it
+// did not expect.
+const PhaseBad = 2
+
 // BuildParams of tuttifs_build: writes the commands of a batch's chunks, in the order of the chunks, one block a queue
-// (grid: lanes * drives). It sets Outcomes of IOCTXs that can never be commands, writes Counts, makes all of it visible
+// (grid: lanes * drives; block lane*Drives+drive). Command k of a chunk on a drive is that of the k-th IOCTX that lies
+// there and was not refused. A queue's commands of one launch must fit it: the host sees to that. It sets Outcomes of IOCTXs that can never be commands, writes Counts, makes all of it visible
 // to the host and then adds 1 to Done, once a block.
 type BuildParams struct {
 	Tables   KernelTables
@@ -95,7 +113,7 @@ type BuildParams struct {
 	IOCTXs   uint64 // KernelIOCTX[]
 	Chunks   uint64 // KernelChunk[ChunkCount]
 	Queues   uint64 // KernelQueue[Lanes*Drives], [lane*Drives+drive]
-	Counts   uint64 // out: u32[ChunkCount*Drives], commands of each chunk and drive
+	Counts   uint64 // out: u32[ChunkCount*Drives], [chunk*Drives+drive]: commands of each chunk and drive
 	Outcomes uint64 // u8[]: by IOCTX; written for refused ones only
 	Done     uint64 // u32, in pinned memory
 	// PRP windows over the DMA memory for bounced and flat direct transfers: I/O addresses of window 1 and of page 0
@@ -119,7 +137,8 @@ const (
 	OutcomeFailed         // set by the host: bad status, time-out, protocol
 	OutcomeChecksum       // set by harvest: another sum than expected
 	OutcomeTimeout        // set by the polling kernel: no completion before the deadline
-	OutcomeProtocol       // set by the polling kernel: unknown id or id twice
+	OutcomeProtocol       // set by the polling kernel: was outstanding when an id came that was unknown or came twice
+	OutcomePending        // set by the polling kernel: never issued, since its queue had ended with OutcomeProtocol
 )
 
 // SumsParams say where the checksums of a layer's objects are. IOCTX i is object Ordinals[i mod PerSlot] (an ordinal in
@@ -178,18 +197,22 @@ type RegisterParams struct {
 
 // PollParams of tuttifs_poll, the polling executor: one block a queue serves the IOCTXs of its lane (i mod Lanes) and
 // drive from build to harvest: writes commands, rings, polls its completion queue (thread i at head + i), copies
-// between cells and runs itself. It ends when all are done or the deadline has passed. Outcomes and Statuses are
-// written for all; Queues gives back tail, head, phase and first id.
+// between cells and runs itself. It ends when all are done, the deadline has passed or Stop is set; what is not done
+// then is OutcomeTimeout. Outcomes and Statuses are written for all, and targets of reads that were refused, failed or
+// have another sum are zeroed; those of OutcomeTimeout, OutcomeProtocol and OutcomePending are left for the host, since a
+// controller may still write to them. Queues gives back tail, head, phase and first id; after PhaseBad the queue must be
+// quiesced. Any block size that is a multiple of 32.
 type PollParams struct {
 	Tables          KernelTables
 	Sums            SumsParams
 	IOCTXs          uint64
 	Queues          uint64 // KernelQueue[Lanes*Drives], read and written
-	Cells           uint64 // u64[Lanes]: GPU address of each lane's cells; a lane's are divided among its drives
+	Cells           uint64 // u64[Lanes]: GPU address of each lane's cells, divided among its drives; 0: direct
 	CellsIO         uint64 // u64[Lanes]: their I/O addresses
 	Outcomes        uint64
 	Statuses        uint64 // u16[]: status field of the completion, by IOCTX
 	Done            uint64
+	Stop            uint64 // u32 in pinned memory, or 0: not 0 ends the kernel as the deadline does
 	PRPBase, PRPDMA uint64
 	DeadlineNanos   uint64 // from the kernel's start, by globaltimer
 	Count           uint32 // IOCTXs
