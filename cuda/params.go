@@ -32,10 +32,10 @@ type KernelRegion struct {
 	// which BuildParams has the windows.
 	TableIO, PRPIO uint64
 	ListBytes      uint32
-	Kind       uint8 // RegionNone, RegionFlat, RegionTable
-	Generation uint8
-	Direct     uint8 // controllers reach it
-	Padded     uint8 // every object has room for whole units
+	Kind           uint8 // RegionNone, RegionFlat, RegionTable
+	Generation     uint8
+	Direct         uint8 // controllers reach it
+	Padded         uint8 // every object has room for whole units
 }
 
 // Kinds of regions.
