@@ -17,7 +17,7 @@ install() {
   rm -rf build/nvcc && mkdir -p build/nvcc
   # shellcheck disable=SC2086 # one word a package
   # With --target nothing of the system's Python is touched; the variables keep pip from fearing that.
-  if ! PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install -v --disable-pip-version-check --no-deps --no-compile \
+  if ! PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install -vv --disable-pip-version-check --no-deps --no-compile \
     --target build/nvcc $packages >build/nvcc/log 2>&1; then
     tail -n 20 build/nvcc/log >&2
     if grep -qiE 'could not fetch URL.*(connection|timed out|ssl)|NewConnectionError|ProxyError' build/nvcc/log; then
