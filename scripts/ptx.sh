@@ -19,11 +19,11 @@ install() {
   # With --target nothing of the system's Python is touched; the variables keep pip from fearing that.
   if ! PIP_ROOT_USER_ACTION=ignore PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install -vv --disable-pip-version-check --no-deps --no-compile \
     --target build/nvcc $packages >build/nvcc/log 2>&1; then
-    tail -n 20 build/nvcc/log >&2
-    if grep -qiE 'could not fetch URL.*(connection|timed out|ssl)|NewConnectionError|ProxyError' build/nvcc/log; then
+    if grep -iE -m 1 'could not fetch URL.*(connection|timed out|ssl)|NewConnectionError|ProxyError' build/nvcc/log >&2; then
       echo "ptx: pip reaches no package index, so nvcc is not installed" >&2
       exit 75
     fi
+    grep -E '^(ERROR|WARNING)' build/nvcc/log >&2 || tail -n 20 build/nvcc/log >&2
     echo "ptx: pip could not install nvcc; its words are above" >&2
     exit 1
   fi
