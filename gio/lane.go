@@ -168,7 +168,7 @@ func (l *lane) build(t *ringTicket, index int) (fits bool, err error) {
 
 // place finds the I/O address of an IOCTX's n bytes: its own, or that of a bounce cell.
 func (l *lane) place(t *ringTicket, ctx *IOCTX, n uint32) (address uint64, cell uint32, fits bool, err error) {
-	m := l.ring.lookup(ctx.Desc)
+	m := l.ring.regions.lookup(ctx.Desc)
 	payload := t.m.ObjectBytes(ctx.Object)
 	if m == nil || m.at(ctx.Desc, payload) == nil {
 		return 0, 0, true, fmt.Errorf("%w: descriptor %#x of %d bytes", ErrMemory, ctx.Desc, payload)

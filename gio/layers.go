@@ -21,14 +21,15 @@ type scratch struct {
 	memory *Memory
 }
 
-// ringLayers is the layer verbs' state for one batch of slots and one rank: the slots' trailers (read and verified at
-// first, or collected for a store). Several layers may be in flight; methods are safe for concurrent use, but not
-// Finish and Close beside others.
+// layerState is what the layer verbs of all executors keep for one batch of slots and one rank: the slots' trailers (read
+// and verified at first, or collected for a store). Several layers may be in flight; methods are safe for concurrent
+// use, but not Finish and Close beside others.
 //
 // A slot fails alone: its targets are zeroed, it is skipped from then on and Failed says why. The error that a verb
 // itself returns is about the batch: a wrong argument, or a ring that is gone.
-type ringLayers struct {
-	ring    *Ring
+type layerState struct {
+	base    *base
+	run     func(write bool, m *Map, ctxs []IOCTX) ([]Result, error)
 	m       *Map
 	rank    uint16
 	slots   []SlotIO
@@ -42,15 +43,45 @@ type ringLayers struct {
 	closed bool
 }
 
-func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*ringLayers, error) {
+// init checks the arguments. sums makes room for so many.
+func (l *layerState) init(m *Map, rank uint16, slots []SlotIO, sums func(n int) ([]uint64, error)) (err error) {
 	if m == nil || int(rank) >= m.layout.Ranks() {
-		return nil, fmt.Errorf("%w: rank %d of a geometry without it", ErrInvalid, rank)
+		return fmt.Errorf("%w: rank %d of a geometry without it", ErrInvalid, rank)
 	}
-	n := len(m.layout.RankObjects(rank))
-	return &ringLayers{
-		ring: r, m: m, rank: rank, slots: slots, objects: n, store: store,
-		sums: make([]uint64, n*len(slots)), failed: make([]error, len(slots)), stored: make([]bool, n),
-	}, nil
+	l.m, l.rank, l.slots = m, rank, slots
+	l.objects = len(m.layout.RankObjects(rank))
+	l.failed, l.stored = make([]error, len(slots)), make([]bool, l.objects)
+	l.sums, err = sums(l.objects * len(slots))
+	return err
+}
+
+// open reads and verifies the trailers.
+func (l *layerState) open() error {
+	object := l.m.layout.TrailerObject(l.rank)
+	return l.trailers(false, func(i int, b []byte) {
+		if !checksum.ParseTrailer(b, l.slots[i].Seed, l.rank, object, l.slotSums(i)) {
+			l.failed[i] = fmt.Errorf("%w: trailer of slot %d rank %d", ErrChecksum, l.slots[i].Slot, l.rank)
+		}
+	})
+}
+
+// ringLayers is the layer verbs on the CPU.
+type ringLayers struct {
+	layerState
+	ring *Ring
+}
+
+func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*ringLayers, error) {
+	l := &ringLayers{ring: r, layerState: layerState{base: &r.base, run: r.run, store: store}}
+	return l, l.init(m, rank, slots, func(n int) ([]uint64, error) { return make([]uint64, n), nil })
+}
+
+func (r *Ring) run(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
+	t, err := r.issue(write, m, ctxs)
+	if err != nil {
+		return nil, err
+	}
+	return r.wait(t)
 }
 
 // OpenLayers prepares restoring: it reads and verifies the rank's trailers of all slots. Slots whose trailer is bad are
@@ -60,12 +91,7 @@ func (r *Ring) OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
 	if err != nil {
 		return nil, err
 	}
-	err = l.trailers(false, func(i int, b []byte) {
-		if !checksum.ParseTrailer(b, slots[i].Seed, rank, m.layout.TrailerObject(rank), l.slotSums(i)) {
-			l.failed[i] = fmt.Errorf("%w: trailer of slot %d rank %d", ErrChecksum, slots[i].Slot, rank)
-		}
-	})
-	if err != nil {
+	if err := l.open(); err != nil {
 		return nil, err
 	}
 	return l, nil
@@ -80,14 +106,14 @@ func (r *Ring) CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error)
 	return l, nil
 }
 
-func (l *ringLayers) slotSums(i int) []uint64 { return l.sums[i*l.objects : (i+1)*l.objects] }
+func (l *layerState) slotSums(i int) []uint64 { return l.sums[i*l.objects : (i+1)*l.objects] }
 
 // trailers moves the trailers of all slots that have not failed through the scratch memory, and calls each with every
 // one: after it was read, or to fill it before it is written.
-func (l *ringLayers) trailers(write bool, each func(i int, b []byte)) error {
-	s := &l.ring.scratch[0]
+func (l *layerState) trailers(write bool, each func(i int, b []byte)) error {
+	s := &l.base.scratch[0]
 	if write {
-		s = &l.ring.scratch[1]
+		s = &l.base.scratch[1]
 	}
 	object := l.m.layout.TrailerObject(l.rank)
 	payload := int(l.m.ObjectBytes(object))
@@ -114,7 +140,7 @@ func (l *ringLayers) trailers(write bool, each func(i int, b []byte)) error {
 			ctxs = append(ctxs, IOCTX{Desc: s.memory.Desc(at), Slot: l.slots[i].Slot, Object: object})
 			index = append(index, i)
 		}
-		failed, err := l.run(write, ctxs)
+		failed, err := l.run(write, l.m, ctxs)
 		if err != nil {
 			return err
 		}
@@ -130,30 +156,25 @@ func (l *ringLayers) trailers(write bool, each func(i int, b []byte)) error {
 	return nil
 }
 
-func (l *ringLayers) run(write bool, ctxs []IOCTX) ([]Result, error) {
-	t, err := l.ring.issue(write, l.m, ctxs)
-	if err != nil {
-		return nil, err
-	}
-	return l.ring.wait(t)
-}
-
 // ringLayerTicket is a layer in flight; Wait completes and (for reads) verifies it.
 type ringLayerTicket struct {
-	layers  *ringLayers
-	ticket  *ringTicket
-	objects []uint16 // of the layer
-	desc    []uint64 // [slot*len(objects) + j]
-	active  []uint32 // slots of the batch's IOCTXs, len(objects) each
+	layerBatch
+	layers *ringLayers
+	ticket *ringTicket
 }
 
 // RetrieveLayer reads the layer's objects of all slots into dst: dst[i*objectsOfLayer+j] is the descriptor for slot
 // i, object j of the layer. Wait verifies each object's checksum; failed slots are zeroed and reported by Failed. The
 // caller leaves dst alone until Wait.
 func (l *ringLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, error) {
-	t, ctxs, err := l.prepare(layer, dst, false)
+	t := &ringLayerTicket{layers: l}
+	batch, ctxs, err := l.prepare(layer, dst, false)
 	if err != nil {
 		return nil, err
+	}
+	t.layerBatch = batch
+	for _, i := range t.skipped {
+		t.zero(int(i))
 	}
 	t.ticket, err = l.ring.issue(false, l.m, ctxs)
 	if err != nil {
@@ -165,10 +186,12 @@ func (l *ringLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, err
 // StoreLayer writes the layer's objects of all slots and keeps their sums. The caller leaves src and the payloads alone
 // until Wait.
 func (l *ringLayers) StoreLayer(layer uint16, src []uint64) (LayerTicket, error) {
-	t, ctxs, err := l.prepare(layer, src, true)
+	t := &ringLayerTicket{layers: l}
+	batch, ctxs, err := l.prepare(layer, src, true)
 	if err != nil {
 		return nil, err
 	}
+	t.layerBatch = batch
 	t.each(func(i int) {
 		for j, object := range t.objects {
 			b := t.payload(i, j)
@@ -186,44 +209,72 @@ func (l *ringLayers) StoreLayer(layer uint16, src []uint64) (LayerTicket, error)
 	return t, nil
 }
 
-// prepare makes the batch of a layer from the slots that have not failed, and zeroes the targets of those that have.
-func (l *ringLayers) prepare(layer uint16, desc []uint64, store bool) (*ringLayerTicket, []IOCTX, error) {
+// layerBatch is the batch of one layer.
+type layerBatch struct {
+	objects []uint16 // of the layer
+	desc    []uint64 // [slot*len(objects) + j]
+	active  []uint32 // slots of the batch's IOCTXs, len(objects) each
+	skipped []uint32 // slots that have failed before
+}
+
+// prepare makes the batch of a layer from the slots that have not failed.
+func (l *layerState) prepare(layer uint16, desc []uint64, store bool) (b layerBatch, ctxs []IOCTX, err error) {
 	objects := l.m.layout.LayerObjects(layer, l.rank)
 	switch {
 	case l.store != store:
-		return nil, nil, fmt.Errorf("%w: layers opened for the other direction", ErrInvalid)
+		return b, nil, fmt.Errorf("%w: layers opened for the other direction", ErrInvalid)
 	case len(objects) == 0:
-		return nil, nil, fmt.Errorf("%w: rank %d has no layer %d", ErrInvalid, l.rank, layer)
+		return b, nil, fmt.Errorf("%w: rank %d has no layer %d", ErrInvalid, l.rank, layer)
 	case len(desc) != len(l.slots)*len(objects):
-		return nil, nil, fmt.Errorf("%w: %d descriptors for %d slots of %d objects",
+		return b, nil, fmt.Errorf("%w: %d descriptors for %d slots of %d objects",
 			ErrInvalid, len(desc), len(l.slots), len(objects))
 	}
-	t := &ringLayerTicket{layers: l, objects: objects, desc: desc, active: make([]uint32, 0, len(l.slots))}
-	ctxs := make([]IOCTX, 0, len(desc))
+	b = layerBatch{objects: objects, desc: desc, active: make([]uint32, 0, len(l.slots))}
+	ctxs = make([]IOCTX, 0, len(desc))
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
-		return nil, nil, ErrClosed
+		return b, nil, ErrClosed
 	}
 	for i := range l.slots {
 		if l.failed[i] != nil {
-			if !store {
-				t.zero(i)
-			}
+			b.skipped = append(b.skipped, uint32(i))
 			continue
 		}
-		t.active = append(t.active, uint32(i))
-		for j, object := range objects {
-			ctxs = append(ctxs, IOCTX{Desc: desc[i*len(objects)+j], Slot: l.slots[i].Slot, Object: object})
-		}
+		b.active = append(b.active, uint32(i))
+		ctxs = b.append(ctxs, l, uint32(i))
 	}
-	return t, ctxs, nil
+	return b, ctxs, nil
+}
+
+// append adds the IOCTXs of one slot.
+func (b *layerBatch) append(ctxs []IOCTX, l *layerState, i uint32) []IOCTX {
+	for j, object := range b.objects {
+		ctxs = append(ctxs, IOCTX{
+			Desc: b.desc[int(i)*len(b.objects)+j], Slot: l.slots[i].Slot, Object: object,
+		})
+	}
+	return ctxs
+}
+
+// settle notes the outcomes of a layer that is done.
+func (l *layerState) settle(b *layerBatch, results []Result, err error) {
+	for _, f := range results {
+		l.failSlot(int(b.active[f.Index/len(b.objects)]), f.Err)
+	}
+	if l.store && err == nil {
+		l.mu.Lock()
+		for _, object := range b.objects {
+			l.stored[l.m.layout.OrdinalInRank(object)] = true
+		}
+		l.mu.Unlock()
+	}
 }
 
 // payload is object j of slot i, nil if its descriptor is bad.
 func (t *ringLayerTicket) payload(i, j int) []byte {
 	desc := t.desc[i*len(t.objects)+j]
-	m := t.layers.ring.lookup(desc)
+	m := t.layers.ring.regions.lookup(desc)
 	if m == nil {
 		return nil
 	}
@@ -242,20 +293,10 @@ func (t *ringLayerTicket) zero(i int) {
 func (t *ringLayerTicket) Wait() error {
 	l := t.layers
 	results, err := l.ring.wait(t.ticket)
-	for _, f := range results {
-		l.failSlot(int(t.active[f.Index/len(t.objects)]), f.Err)
+	l.settle(&t.layerBatch, results, err)
+	if !l.store {
+		t.each(t.verify)
 	}
-	if l.store {
-		if err == nil {
-			l.mu.Lock()
-			for _, object := range t.objects {
-				l.stored[l.m.layout.OrdinalInRank(object)] = true
-			}
-			l.mu.Unlock()
-		}
-		return err
-	}
-	t.each(t.verify)
 	return err
 }
 
@@ -306,14 +347,14 @@ func (t *ringLayerTicket) each(f func(i int)) {
 	wg.Wait()
 }
 
-func (l *ringLayers) slotError(i int) error {
+func (l *layerState) slotError(i int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.failed[i]
 }
 
 // failSlot keeps the first error of a slot.
-func (l *ringLayers) failSlot(i int, err error) {
+func (l *layerState) failSlot(i int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.failed[i] == nil {
@@ -323,7 +364,7 @@ func (l *ringLayers) failSlot(i int, err error) {
 
 // Finish writes the trailers, once every layer was stored and waited for. Commit may follow when it returns nil: then
 // all slots are whole. Otherwise Failed names those that are not.
-func (l *ringLayers) Finish() error {
+func (l *layerState) Finish() error {
 	if !l.store || l.closed {
 		return fmt.Errorf("%w: nothing is being stored", ErrInvalid)
 	}
@@ -348,14 +389,14 @@ func (l *ringLayers) Finish() error {
 }
 
 // Failed has one error (or nil) a slot, in the order of the slots: a copy.
-func (l *ringLayers) Failed() []error {
+func (l *layerState) Failed() []error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return append([]error(nil), l.failed...)
 }
 
 // Close gives the trailers' memory back. Tickets must have been waited for.
-func (l *ringLayers) Close() {
+func (l *layerState) Close() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed, l.sums = true, nil

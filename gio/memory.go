@@ -2,6 +2,8 @@ package gio
 
 import (
 	"fmt"
+	"slices"
+	"sync"
 	"sync/atomic"
 	"unsafe"
 )
@@ -49,65 +51,120 @@ func (r *Ring) Register(buf []byte) (*Memory, error) { return r.register(buf, fa
 func (r *Ring) RegisterPadded(buf []byte) (*Memory, error) { return r.register(buf, true) }
 
 func (r *Ring) register(buf []byte, padded bool) (*Memory, error) {
-	if len(buf) == 0 || uint64(len(buf)) >= 1<<offsetBits {
-		return nil, fmt.Errorf("%w: cannot register %d bytes", ErrInvalid, len(buf))
-	}
-	m := &Memory{buf: buf, padded: padded}
-	if off, ok := within(r.config.DMA, buf); ok {
-		m.direct, m.base = true, r.config.DMABase+uint64(off)
-	} else if padded {
-		return nil, fmt.Errorf("%w: padded memory must lie in the DMA memory", ErrInvalid)
-	} else if r.config.BounceBytes == 0 {
-		return nil, fmt.Errorf("%w: outside the DMA memory, and the ring has no bounce cells", ErrMemory)
+	m, err := r.newMemory(buf, padded)
+	if err != nil {
+		return nil, err
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.closed {
 		return nil, ErrClosed
 	}
-	for range RegionsMax {
-		r.lastRegion = r.lastRegion%RegionsMax + 1
-		slot := &r.regions[r.lastRegion]
-		if slot.memory.Load() == nil {
-			slot.generation++
-			m.id = uint64(slot.generation)<<(offsetBits+regionBits) | uint64(r.lastRegion)<<offsetBits
-			slot.memory.Store(m)
-			return m, nil
-		}
+	if err := r.regions.add(m); err != nil {
+		return nil, err
 	}
-	return nil, fmt.Errorf("%w: %d regions are registered, that is the most", ErrMemory, RegionsMax)
+	return m, nil
+}
+
+// newMemory is host memory that is not in the table yet.
+func (b *base) newMemory(buf []byte, padded bool) (*Memory, error) {
+	if len(buf) == 0 || uint64(len(buf)) >= 1<<offsetBits {
+		return nil, fmt.Errorf("%w: cannot register %d bytes", ErrInvalid, len(buf))
+	}
+	m := &Memory{buf: buf, padded: padded}
+	if off, ok := within(b.config.DMA, buf); ok {
+		m.direct, m.base = true, b.config.DMABase+uint64(off)
+	} else if padded {
+		return nil, fmt.Errorf("%w: padded memory must lie in the DMA memory", ErrInvalid)
+	} else if b.config.BounceBytes == 0 {
+		return nil, fmt.Errorf("%w: outside the DMA memory, and the ring has no bounce cells", ErrMemory)
+	}
+	return m, nil
 }
 
 // Unregister gives the region back; its descriptors are refused from then on. ErrBusy while a batch uses it.
-func (r *Ring) Unregister(m *Memory) error {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	slot := &r.regions[regionOf(m.id)]
-	if slot.memory.Load() != m {
+func (r *Ring) Unregister(m *Memory) error { return r.regions.remove(m) }
+
+// regionTable is the registered memory of one executor.
+type regionTable struct {
+	mu     sync.Mutex // serializes changes
+	places [RegionsMax + 1]region
+	last   uint64
+}
+
+// region is one place of the table.
+type region struct {
+	memory     atomic.Pointer[Memory]
+	generation uint8
+}
+
+func regionOf(desc uint64) uint64 { return desc >> offsetBits & (1<<regionBits - 1) }
+
+// add gives m a place and its descriptors.
+func (t *regionTable) add(m *Memory) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for range RegionsMax {
+		t.last = t.last%RegionsMax + 1
+		place := &t.places[t.last]
+		if place.memory.Load() == nil {
+			place.generation++
+			m.id = uint64(place.generation)<<(offsetBits+regionBits) | t.last<<offsetBits
+			place.memory.Store(m)
+			return nil
+		}
+	}
+	return fmt.Errorf("%w: %d regions are registered, that is the most", ErrMemory, RegionsMax)
+}
+
+func (t *regionTable) remove(m *Memory) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	place := &t.places[regionOf(m.id)]
+	if place.memory.Load() != m {
 		return fmt.Errorf("%w: not registered with this ring", ErrMemory)
 	}
 	if m.users.Load() != 0 {
 		return ErrBusy
 	}
-	slot.memory.Store(nil)
+	place.memory.Store(nil)
 	return nil
 }
 
-// region is one place of the ring's table of registered memory.
-type region struct {
-	memory     atomic.Pointer[Memory]
-	generation uint8 // guarded by Ring.mu
-}
-
-func regionOf(desc uint64) uint64 { return desc >> offsetBits & (1<<regionBits - 1) }
-
 // lookup finds a descriptor's memory, nil when it is not registered (any more).
-func (r *Ring) lookup(desc uint64) *Memory {
-	m := r.regions[regionOf(desc)].memory.Load()
+func (t *regionTable) lookup(desc uint64) *Memory {
+	m := t.places[regionOf(desc)].memory.Load()
 	if m == nil || m.id>>offsetBits != desc>>offsetBits {
 		return nil
 	}
 	return m
+}
+
+// hold keeps the memory of a batch registered until letGo. Descriptors of no memory are left for their chunks to report.
+func (t *regionTable) hold(ctxs []IOCTX) (held []*Memory) {
+	last := ^uint64(0)
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for i := range ctxs {
+		id := ctxs[i].Desc >> offsetBits
+		if id == last {
+			continue
+		}
+		last = id
+		m := t.lookup(ctxs[i].Desc)
+		if m == nil || slices.Contains(held, m) {
+			continue
+		}
+		m.users.Add(1)
+		held = append(held, m)
+	}
+	return held
+}
+
+func letGo(held []*Memory) {
+	for _, m := range held {
+		m.users.Add(-1)
+	}
 }
 
 // within says at which offset inner lies in outer.

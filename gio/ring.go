@@ -7,7 +7,6 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"tuttifs/nvme"
 )
@@ -58,19 +57,13 @@ const (
 // own: whoever issues or waits moves all lanes on, so that the cost of a chunk falls to a thread that has nothing
 // better to do.
 type Ring struct {
-	config  RingConfig
-	lanes   []*lane
-	drives  []int16 // index of a drive's queue in a lane, -1 for none
-	prp     prpTable
-	user    []byte     // what is left of DMA
-	spins   int        // looks at all lanes before a wait naps
-	procs   int        // GOMAXPROCS
-	scratch [2]scratch // for reads and for writes, so that a write that is held back delays no read
-	regions [RegionsMax + 1]region
+	base
+	lanes []*lane
+	spins int // looks at all lanes before a wait naps
+	procs int // GOMAXPROCS
 
 	mu            sync.Mutex
 	reads, writes ticketList // batches that are not all in chunks yet
-	lastRegion    int
 	closed        bool
 
 	writing atomic.Int32 // lanes that carry writes; raised with mu held
@@ -80,21 +73,11 @@ type Ring struct {
 
 // NewRing checks the configuration and lays the DMA memory out: bounce cells, PRP lists, scratch, the user's.
 func NewRing(c RingConfig) (*Ring, error) {
-	if err := c.validate(); err != nil {
+	r := &Ring{}
+	if err := r.configure(c); err != nil {
 		return nil, err
 	}
-	if c.Deadline == 0 {
-		c.Deadline = DeadlineDefault
-	}
-	if c.ScratchBytes == 0 {
-		c.ScratchBytes = min(scratchDefault, len(c.DMA)/8&^(pageBytes-1))
-	}
-	r := &Ring{config: c}
-	if err := r.layOut(); err != nil {
-		return nil, err
-	}
-	r.mapDrives()
-	cells := c.BounceBytes / len(c.Lanes) &^ (pageBytes - 1)
+	cells := r.laneCells()
 	for i, queues := range c.Lanes {
 		l := &lane{ring: r, number: i, queues: make([]laneQueue, len(queues)),
 			cells: c.DMA[i*cells : (i+1)*cells], cellsBase: c.DMABase + uint64(i*cells)}
@@ -107,104 +90,6 @@ func NewRing(c RingConfig) (*Ring, error) {
 	r.spins, r.procs = max(spinLeast, spinLooks/len(r.lanes)), runtime.GOMAXPROCS(0)
 	return r, nil
 }
-
-func (c *RingConfig) validate() error {
-	var errs []error
-	bad := func(format string, a ...any) {
-		errs = append(errs, fmt.Errorf("%w: "+format, append([]any{ErrInvalid}, a...)...))
-	}
-	if len(c.Lanes) == 0 || len(c.Lanes) > LanesMax {
-		bad("%d lanes, 1 to %d are possible", len(c.Lanes), LanesMax)
-	}
-	for l, queues := range c.Lanes {
-		if len(queues) == 0 || len(queues) != len(c.Lanes[0]) {
-			bad("lane %d has %d queues, lane 0 has %d", l, len(queues), len(c.Lanes[0]))
-			continue
-		}
-		for d := range queues {
-			if err := queues[d].validate(); err != nil {
-				bad("lane %d queue %d: %v", l, d, err)
-			}
-			if queues[d].Drive != c.Lanes[0][d].Drive {
-				bad("lane %d queue %d is of drive %d, lane 0 has drive %d there",
-					l, d, queues[d].Drive, c.Lanes[0][d].Drive)
-			}
-		}
-	}
-	if len(c.DMA) == 0 || uintptr(unsafe.Pointer(unsafe.SliceData(c.DMA)))%pageBytes != 0 || c.DMABase%pageBytes != 0 {
-		bad("DMA memory of %d bytes at %#x does not begin on a page", len(c.DMA), c.DMABase)
-	}
-	if c.BounceBytes < 0 || c.ChunkCommands < 0 || c.Deadline < 0 ||
-		c.ScratchBytes < 0 || c.ScratchBytes%pageBytes != 0 {
-		bad("bounce %d, scratch %d, chunk %d, deadline %v: negative or no whole pages",
-			c.BounceBytes, c.ScratchBytes, c.ChunkCommands, c.Deadline)
-	}
-	if (c.Armed == nil) != (c.Wake == nil) {
-		bad("Armed and Wake go together")
-	}
-	return errors.Join(errs...)
-}
-
-func (q *Queue) validate() error {
-	m := &q.Memory
-	if err := m.Validate(); err != nil {
-		return err
-	}
-	if uintptr(unsafe.Pointer(&m.SQ[0]))%nvme.SQEBytes != 0 || uintptr(unsafe.Pointer(&m.CQ[0]))%nvme.CQEBytes != 0 {
-		return errors.New("entries are not aligned")
-	}
-	if q.LBABytes != 512 && q.LBABytes != 4096 {
-		return fmt.Errorf("logical blocks of %d bytes", q.LBABytes)
-	}
-	return nil
-}
-
-// layOut divides the DMA memory.
-func (r *Ring) layOut() error {
-	c := &r.config
-	at := c.BounceBytes &^ (pageBytes - 1)
-	lists := 0
-	if !c.SGL {
-		lists = prpTableBytes(len(c.DMA))
-	}
-	if at+lists+c.ScratchBytes >= len(c.DMA) || c.ScratchBytes < 2*pageBytes {
-		return fmt.Errorf("%w: DMA memory of %d bytes is too small: %d of bounce cells, %d of PRP lists, %d of scratch",
-			ErrInvalid, len(c.DMA), at, lists, c.ScratchBytes)
-	}
-	if !c.SGL {
-		r.prp = newPRPTable(c.DMA[at:at+lists], c.DMABase+uint64(at), c.DMABase, len(c.DMA))
-		at += lists
-	}
-	for i := range r.scratch {
-		half := c.ScratchBytes / 2 &^ (pageBytes - 1)
-		m := &Memory{buf: c.DMA[at : at+half : at+half], base: c.DMABase + uint64(at), direct: true, padded: true}
-		at += half
-		r.lastRegion++
-		m.id = uint64(r.lastRegion) << offsetBits
-		r.regions[r.lastRegion].memory.Store(m)
-		r.scratch[i].memory = m
-	}
-	r.user = c.DMA[at:]
-	return nil
-}
-
-func (r *Ring) mapDrives() {
-	queues := r.config.Lanes[0]
-	highest := uint16(0)
-	for d := range queues {
-		highest = max(highest, queues[d].Drive)
-	}
-	r.drives = make([]int16, int(highest)+1)
-	for i := range r.drives {
-		r.drives[i] = -1
-	}
-	for d := range queues {
-		r.drives[queues[d].Drive] = int16(d)
-	}
-}
-
-// DMA is the part of the DMA memory that the ring leaves to its user: buffers in it are reached directly.
-func (r *Ring) DMA() []byte { return r.user }
 
 // Close fails what is in flight or waiting, quiescing first, and refuses everything afterwards. It returns an error
 // if a lane could not be quiesced: the DMA memory may then still be written to.

@@ -46,7 +46,7 @@ func (r *Ring) issue(write bool, m *Map, ctxs []IOCTX) (*ringTicket, error) {
 	if m == nil {
 		return nil, fmt.Errorf("%w: no extent map", ErrInvalid)
 	}
-	t.hold()
+	t.memories = r.regions.hold(ctxs)
 	t.left.Store(int64(len(ctxs)))
 	lanes := len(r.lanes)
 	if write {
@@ -57,7 +57,7 @@ func (r *Ring) issue(write bool, m *Map, ctxs []IOCTX) (*ringTicket, error) {
 		t.chunk = min(t.chunk, limit)
 	}
 	if err := r.enqueue(t); err != nil {
-		t.letGo()
+		letGo(t.memories)
 		return nil, err
 	}
 	r.Poll()
@@ -81,33 +81,6 @@ func (r *Ring) enqueue(t *ringTicket) error {
 	}
 	r.list(t.write).add(t)
 	return nil
-}
-
-// hold keeps the batch's memory registered until it is done. A descriptor of no memory is left for its chunk to report.
-func (t *ringTicket) hold() {
-	last := ^uint64(0)
-	t.ring.mu.Lock()
-	defer t.ring.mu.Unlock()
-	for i := range t.ctxs {
-		id := t.ctxs[i].Desc >> offsetBits
-		if id == last {
-			continue
-		}
-		last = id
-		m := t.ring.lookup(t.ctxs[i].Desc)
-		if m == nil || slices.Contains(t.memories, m) {
-			continue
-		}
-		m.users.Add(1)
-		t.memories = append(t.memories, m)
-	}
-}
-
-func (t *ringTicket) letGo() {
-	for _, m := range t.memories {
-		m.users.Add(-1)
-	}
-	t.memories = nil
 }
 
 // Wait blocks until the batch is complete, at most the ring's deadline (and the time of a quiesce); it returns failed
@@ -137,7 +110,7 @@ func (r *Ring) wait(t *ringTicket) ([]Result, error) {
 		}
 		r.rest(idle)
 	}
-	t.letGo()
+	letGo(t.memories)
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	slices.SortFunc(t.failed, func(a, b Result) int { return cmp.Compare(a.Index, b.Index) })
@@ -154,7 +127,7 @@ func (t *ringTicket) Done() bool { return t.left.Load() == 0 }
 func (t *ringTicket) fail(index int, err error) {
 	ctx := &t.ctxs[index]
 	if !t.write {
-		if m := t.ring.lookup(ctx.Desc); m != nil {
+		if m := t.ring.regions.lookup(ctx.Desc); m != nil {
 			clear(m.at(ctx.Desc, t.m.ObjectBytes(ctx.Object)))
 		}
 	}
@@ -175,5 +148,5 @@ func (t *ringTicket) failRest(err error) {
 // payload is an IOCTX's memory. Its descriptor was checked when its command was built.
 func (t *ringTicket) payload(index uint32) []byte {
 	ctx := &t.ctxs[index]
-	return t.ring.lookup(ctx.Desc).at(ctx.Desc, t.m.objects[ctx.Object].bytes)
+	return t.ring.regions.lookup(ctx.Desc).at(ctx.Desc, t.m.objects[ctx.Object].bytes)
 }
