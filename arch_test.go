@@ -38,6 +38,7 @@ var rooms = map[string][]string{
 	"gio":               {"stripe", "nvme", "checksum", "cuda"},
 	"gio/giotest":       {"gio", "stripe", "nvme", "nvme/emu", "drive", "checksum"},
 	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda"},
+	"lib":               {"engine", "gio", "stripe", "checksum", "cuda"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},
 	"daemon":            {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "checksum", "stripe"},
 }

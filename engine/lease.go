@@ -353,3 +353,10 @@ func (p *Pool) ReportBad(slot uint32, generation uint64) error {
 	}
 	return p.control.ticket(a.Ticket)
 }
+
+// Stats are the pool's counters and gauges.
+func (p *Pool) Stats() (ioctl.Stats, error) {
+	a := ioctl.Stats{Target: p.target}
+	err := p.control.call(func() error { return p.control.verbs.Stats(&a) })
+	return a, err
+}

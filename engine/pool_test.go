@@ -192,6 +192,11 @@ func (f *fakeMount) Abort(a *ioctl.Abort) error {
 	return nil
 }
 
+func (f *fakeMount) Stats(a *ioctl.Stats) error {
+	a.Files = uint64(len(f.present))
+	return f.bad
+}
+
 func (f *fakeMount) ReportBad(a *ioctl.ReportBad) error { a.Ticket = 1234; return nil }
 
 // newPool opens a pool on a fake mount with an arena of n bytes.

@@ -7,6 +7,7 @@ import (
 	"sync"
 	"time"
 
+	"tuttifs/cuda"
 	"tuttifs/gio"
 	"tuttifs/ioctl"
 	"tuttifs/nvme"
@@ -14,24 +15,41 @@ import (
 
 // SessionOptions of the data path. Zero fields take defaults.
 type SessionOptions struct {
-	Lanes         int           // 4
-	Depth         int           // entries of each queue, 256
-	DMABytes      int           // memory that controllers reach: buffers made of Session.DMA lie in it; 256 MiB
-	BounceBytes   int           // of it, for buffers elsewhere; 0: direct only
+	Lanes int // 4; with a GPU 8
+	Depth int // entries of each queue, 256; with a GPU 1024
+	// DMABytes is memory that controllers reach: buffers made of Session.DMA lie in it. 256 MiB; with a GPU 16 MiB more
+	// than BounceBytes.
+	DMABytes int
+	// BounceBytes of the DMA memory are for buffers elsewhere. 0: direct only; with GPU options 64 MiB.
+	BounceBytes   int
 	ArenaBytes    int           // of metadata batches, 1 MiB; ranks that join each other's reservations use equal ones
 	ChunkCommands int           // as in gio.RingConfig, 0: a batch is spread over all lanes
 	Deadline      time.Duration // of every wait, 30 s
+	GPU           *GPUOptions   // nil: the CPU executor
 }
 
-func (o SessionOptions) withDefaults() SessionOptions {
-	for _, d := range []struct {
-		p     *int
-		value int
-	}{{&o.Lanes, 4}, {&o.Depth, 256}, {&o.DMABytes, 256 << 20}, {&o.ArenaBytes, 1 << 20}} {
-		if *d.p == 0 {
-			*d.p = d.value
+// withDefaults fills the zero fields, for an executor on the GPU or on the CPU.
+func (o SessionOptions) withDefaults(gpu bool) SessionOptions {
+	orElse := func(p *int, value int) {
+		if *p == 0 {
+			*p = value
 		}
 	}
+	orElse(&o.ArenaBytes, 1<<20)
+	if o.GPU != nil {
+		orElse(&o.BounceBytes, gpuBounceBytes)
+	}
+	if gpu {
+		options := *o.GPU
+		orElse(&options.StagingBytes, gio.StagingDefault)
+		o.GPU = &options
+		orElse(&o.Lanes, gpuLanes)
+		orElse(&o.Depth, gpuDepth)
+		orElse(&o.DMABytes, o.BounceBytes+gpuDMABytes)
+	}
+	orElse(&o.Lanes, 4)
+	orElse(&o.Depth, 256)
+	orElse(&o.DMABytes, 256<<20)
 	if o.Deadline == 0 {
 		o.Deadline = gio.DeadlineDefault
 	}
@@ -43,7 +61,10 @@ func (o SessionOptions) validate() error {
 		o.ChunkCommands < 0 {
 		return fmt.Errorf("%w: negative session option", ErrInvalid)
 	}
-	if o.BounceBytes > o.DMABytes {
+	if g := o.GPU; g != nil && (g.StagingBytes < 0 || g.PollSMs < 0) {
+		return fmt.Errorf("%w: negative GPU option", ErrInvalid)
+	}
+	if o.BounceBytes > 0 && o.DMABytes > 0 && o.BounceBytes > o.DMABytes {
 		return fmt.Errorf("%w: %d bytes of bounce cells in %d bytes of DMA memory",
 			ErrInvalid, o.BounceBytes, o.DMABytes)
 	}
@@ -63,6 +84,7 @@ type verbs interface {
 	Commit(a *ioctl.Commit) error
 	Abort(a *ioctl.Abort) error
 	ReportBad(a *ioctl.ReportBad) error
+	Stats(a *ioctl.Stats) error
 }
 
 // control is the metadata side of a session.
@@ -131,6 +153,8 @@ type Session struct {
 	client *ioctl.Client
 	attach *ioctl.Attachment
 	ring   gio.Executor
+	gpu    gpuSide // zero on the CPU
+	about  string  // what Describe says
 	token  [ioctl.TokenBytes]byte
 	id     uint32
 	queues [][]gio.Queue
@@ -158,14 +182,20 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 	if err := o.validate(); err != nil {
 		return nil, err
 	}
-	o = o.withDefaults()
+	s := &Session{stop: make(chan struct{}), stopped: make(chan struct{})}
+	if o.GPU != nil {
+		if err := s.gpu.open(o.GPU); err != nil {
+			return nil, err
+		}
+	}
+	o = o.withDefaults(s.gpu.context != nil)
 	// A membership belongs to one open file, so every session has its own.
 	client, err := openControl(m.path)
 	if err != nil {
-		return nil, explain(err)
+		return nil, errors.Join(explain(err), s.gpu.close())
 	}
 	a := ioctl.Session{Token: token, ArenaBytes: uint64(o.ArenaBytes)}
-	s := &Session{client: client, stop: make(chan struct{}), stopped: make(chan struct{})}
+	s.client = client
 	if err = enter(client, &a); err == nil {
 		s.token, s.id = a.Token, a.ID
 		s.attach, err = a.Attach(ioctl.AttachOptions{Lanes: o.Lanes, Depth: o.Depth, DMABytes: uint64(o.DMABytes)})
@@ -202,7 +232,7 @@ func (s *Session) build(o SessionOptions) error {
 		}
 		s.queues = append(s.queues, lane)
 	}
-	ring, err := gio.NewRing(gio.RingConfig{
+	config := gio.RingConfig{
 		Lanes: s.queues, DMA: s.attach.DMA, DMABase: r.DMABase, SGL: r.SGL == 1,
 		BounceBytes: o.BounceBytes, ChunkCommands: o.ChunkCommands, Deadline: o.Deadline,
 		Armed: s.attach.Word(ioctl.ArmedWord), Wake: s.attach.Word(ioctl.WakeWord),
@@ -213,11 +243,39 @@ func (s *Session) build(o SessionOptions) error {
 			}
 			return s.queues[lane], nil
 		},
-	})
+	}
+	if s.gpu.context != nil {
+		return s.buildGPU(config, o.GPU)
+	}
+	ring, err := gio.NewRing(config)
 	if err == nil {
 		s.ring = ring
+		s.about = "CPU executor, " + aboutRing(&config)
 	}
 	return err
+}
+
+// aboutRing is the part of Describe that all executors share.
+func aboutRing(c *gio.RingConfig) string {
+	mode := "direct only"
+	if c.BounceBytes > 0 {
+		mode = "direct within DMA memory, bounce elsewhere"
+	}
+	descriptors := "PRP"
+	if c.SGL {
+		descriptors = "SGL"
+	}
+	return fmt.Sprintf("%s: %d lanes on %d drives, %d entries a queue, %s; bounce %s of %s DMA memory",
+		mode, len(c.Lanes), len(c.Lanes[0]), len(c.Lanes[0][0].Memory.SQ), descriptors,
+		sizeText(c.BounceBytes), sizeText(len(c.DMA)))
+}
+
+// sizeText is a size in MiB, or in bytes where that is no whole number.
+func sizeText(n int) string {
+	if n%(1<<20) == 0 {
+		return fmt.Sprintf("%d MiB", n>>20)
+	}
+	return fmt.Sprintf("%d bytes", n)
 }
 
 // watchEvery is how soon the death of a daemon is noticed.
@@ -250,6 +308,15 @@ func (s *Session) ID() uint32 { return s.id }
 // Ring is the executor over this session's queues.
 func (s *Session) Ring() gio.Executor { return s.ring }
 
+// GPU is the ring as the GPU's own, for device memory and streams; nil where the CPU is the executor.
+func (s *Session) GPU() *gio.GPU { return s.gpu.ring }
+
+// CUDA is the context of the session's GPU; nil where the CPU is the executor.
+func (s *Session) CUDA() *cuda.Context { return s.gpu.context }
+
+// Describe states the executor, the DMA mode in use and the memory that it has, for the log of whoever made the session.
+func (s *Session) Describe() string { return s.about }
+
 // DMA is memory that controllers reach, beyond the bounce cells and what the ring needs itself.
 func (s *Session) DMA() []byte { return s.ring.DMA() }
 
@@ -259,13 +326,17 @@ func (s *Session) Close() error {
 		close(s.stop)
 		<-s.stopped
 		var errs []error
-		switch {
-		case s.ring == nil:
-		case s.attach.Alive():
-			errs = append(errs, s.ring.Close())
-		default:
-			s.ring.Abandon(ErrGone)
+		// The ring goes first, quiesced; then CUDA lets go of the shared memory, and only then is it unmapped.
+		if s.ring != nil {
+			alive := s.attach.Alive()
+			if !alive {
+				s.ring.Abandon(ErrGone)
+			}
+			if err := s.ring.Close(); alive {
+				errs = append(errs, err)
+			}
 		}
+		errs = append(errs, s.gpu.close())
 		s.control.mu.Lock()
 		s.control.arena = nil
 		s.control.mu.Unlock()

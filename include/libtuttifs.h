@@ -1,0 +1,356 @@
+/*
+ * libtuttifs: a tuttifs mount for inference engines, in C.
+ *
+ * A KV block's way: tuttifs_pin gives leases on stored files, tuttifs_layers_open with tuttifs_retrieve_layer brings
+ * their objects into registered memory layer by layer, tuttifs_release ends the leases. A store is tuttifs_reserve,
+ * tuttifs_layers_open with TUTTIFS_STORE and tuttifs_store_layer, tuttifs_finish, tuttifs_commit.
+ *
+ * Errors. Functions return 0 or a negative TUTTIFS_E* code (Linux errno values). tuttifs_last_error is then the calling
+ * thread's text: what failed and what to do. Output parameters are written on success only. Nothing aborts the process:
+ * a defect of the library is TUTTIFS_EDEFECT.
+ *
+ * Handles are opaque numbers in a pointer's clothing, never dereferenced: NULL, a closed handle and one of another kind
+ * are TUTTIFS_EBADF. Closing something ends the use of all that was made from it; those handles are then closed too.
+ *
+ * Threads. Every function may be called from any thread, also at the same time on one handle, except that
+ * tuttifs_finish and tuttifs_layers_close are not called beside other calls on the same layers. Calls that wait (noted
+ * with each) do so at most the session's deadline and the time of a quiesce. tuttifs_session_close waits for calls in
+ * progress on the session.
+ *
+ * Fork. The library does not work in a child after fork: every function returns TUTTIFS_ECHILD there, before anything
+ * is touched, and handles are of no use. Engines start their workers by exec (Python: "spawn"), or open mounts
+ * after forking. Processes of one engine join one session by its token.
+ *
+ * Memory given to a function is the caller's again when the function returns, unless it says otherwise. Registered
+ * memory stays the caller's to free, after tuttifs_unregister. Sizes are in bytes. All integers are the host's.
+ *
+ * Compatibility. Structures of options begin with their size, so that later versions can add fields at the end; set all
+ * of a structure to zero, then .size = sizeof. Unknown flags and reserved fields that are not zero are TUTTIFS_EINVAL.
+ */
+#ifndef LIBTUTTIFS_H
+#define LIBTUTTIFS_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The version of this interface: the major number changes when something that worked would no longer. */
+#define TUTTIFS_LIB_MAJOR 1
+#define TUTTIFS_LIB_MINOR 0
+
+enum tuttifs_error {
+	TUTTIFS_ENOENT = 2,        /* no such pool, request, reservation or lease; leases also expire */
+	TUTTIFS_EIO = 5,           /* a drive or command failed */
+	TUTTIFS_EBADF = 9,         /* not a handle, closed, or of another kind */
+	TUTTIFS_ECHILD = 10,       /* used after fork */
+	TUTTIFS_EAGAIN = 11,       /* still busy after the deadline; try again later */
+	TUTTIFS_ENOMEM = 12,       /* memory: not registered, too small, or no more to be had */
+	TUTTIFS_EDEFECT = 14,      /* a defect of the library; the text says where */
+	TUTTIFS_EBUSY = 16,        /* in use by a transfer in flight: wait for its ticket first */
+	TUTTIFS_EEXIST = 17,       /* the pool exists with another identity or geometry */
+	TUTTIFS_ENODEV = 19,       /* no usable GPU or driver */
+	TUTTIFS_EINVAL = 22,       /* an argument that can never be right */
+	TUTTIFS_ENOSPC = 28,       /* everything is pinned or reserved */
+	TUTTIFS_EROFS = 30,        /* the mount is read-only */
+	TUTTIFS_ENODATA = 61,      /* not every object was written */
+	TUTTIFS_EBADMSG = 74,      /* the pool's identity is incomplete or not understood */
+	TUTTIFS_EILSEQ = 84,       /* checksum mismatch */
+	TUTTIFS_ENOTSUP = 95,      /* not with this executor */
+	TUTTIFS_ETIMEDOUT = 110,   /* the deadline passed */
+	TUTTIFS_EINPROGRESS = 115, /* another engine is storing one of these keys */
+	TUTTIFS_ESTALE = 116,      /* daemon or session is gone: close everything and open the mount again */
+	TUTTIFS_EDQUOT = 122,      /* the tenant is over its quota */
+	TUTTIFS_ENOTMOUNT = 2001   /* the path lies in no tuttifs mount */
+};
+
+typedef struct tuttifs_mount_handle *tuttifs_mount_t;
+typedef struct tuttifs_session_handle *tuttifs_session_t;
+typedef struct tuttifs_pool_handle *tuttifs_pool_t;
+typedef struct tuttifs_memory_handle *tuttifs_memory_t;
+typedef struct tuttifs_layers_handle *tuttifs_layers_t;
+typedef struct tuttifs_transfer_handle *tuttifs_transfer_t;
+
+/* CUstream and CUevent, or cudaStream_t and cudaEvent_t: of the primary context of the session's device. */
+typedef void *tuttifs_stream_t;
+typedef void *tuttifs_event_t;
+
+/* The library's version: major << 16 | minor. Compare the major number with TUTTIFS_LIB_MAJOR. Never fails. */
+uint32_t tuttifs_version(void);
+
+/* The text of the calling thread's last call, empty if it succeeded. Valid until the thread's next call. */
+const char *tuttifs_last_error(void);
+
+/*
+ * Mounts and sessions
+ */
+
+/* Opens the mount that path lies in. */
+int tuttifs_open(const char *path, tuttifs_mount_t *mount);
+
+/* Closes a mount. Its sessions go on. */
+int tuttifs_close(tuttifs_mount_t mount);
+
+/* Flags of sessions. */
+#define TUTTIFS_GPU 1u      /* the GPU builds the commands; without it the CPU is the executor */
+#define TUTTIFS_GPU_AUTO 2u /* with TUTTIFS_GPU: the CPU, where there is no driver or no GPU */
+#define TUTTIFS_POLLING 4u  /* with TUTTIFS_GPU: polling kernels instead of the ring. A baseline, not for use */
+
+/* Zero fields take defaults: those of the CPU executor / of the GPU. */
+struct tuttifs_session_options {
+	uint32_t size;
+	uint32_t flags;
+	const char *device;      /* the GPU: ordinal, PCI bus address or UUID ("GPU-..."). NULL: "0" */
+	uint32_t lanes;          /* sets of queue pairs, one chunk in flight each: 4 / 8 */
+	uint32_t depth;          /* entries of a queue, a power of two: 256 / 1024 */
+	uint64_t dma_bytes;      /* host memory that controllers reach: 256 MiB / 16 MiB more than bounce_bytes */
+	uint64_t bounce_bytes;   /* of it, for memory that they do not reach: 64 MiB */
+	uint64_t staging_bytes;  /* device memory that transfers pass through: - / 256 MiB */
+	uint64_t arena_bytes;    /* of metadata batches: 1 MiB. Ranks that join each other's reservations use equal ones */
+	uint32_t chunk_commands; /* most commands of a chunk, 0: the executor's choice */
+	uint32_t deadline_ms;    /* of every wait: 30,000 */
+	uint64_t reserved[4];
+};
+
+/* Makes a session, whose first member this process is. options may be NULL. Waits for the daemon. */
+int tuttifs_session_create(tuttifs_mount_t mount, const struct tuttifs_session_options *options,
+                           tuttifs_session_t *session);
+
+/* Joins the session with that token: each rank's process does so, with a GPU and options of its own. */
+int tuttifs_session_join(tuttifs_mount_t mount, const uint8_t token[16],
+                         const struct tuttifs_session_options *options, tuttifs_session_t *session);
+
+/* The token by which other processes of the same user join. Whoever has it has all the session's rights. */
+int tuttifs_session_token(tuttifs_session_t session, uint8_t token[16]);
+
+/* States executor, device, DMA mode, bounce and staging memory: at most bytes characters and a NUL, cut if need be. */
+int tuttifs_session_describe(tuttifs_session_t session, char *text, uint64_t bytes);
+
+/* Memory that controllers reach directly, for host buffers; the session's until it is closed. */
+int tuttifs_session_dma(tuttifs_session_t session, void **memory, uint64_t *bytes);
+
+/* What a session's executor has done since it was made. With the CPU executor only gpu and lanes say anything. */
+struct tuttifs_session_stats {
+	uint32_t size;  /* in: sizeof */
+	uint32_t gpu;   /* 1: the GPU is the executor */
+	uint32_t lanes; /* that still work */
+	uint32_t reserved;
+	uint64_t commands;
+	uint64_t bytes_read;    /* payload and padding */
+	uint64_t bytes_written; /* the same */
+	uint64_t chunks;
+	uint64_t builds, harvests, gathers; /* kernels launched */
+	uint64_t checksum_failures;         /* objects */
+	uint64_t timeouts;                  /* objects */
+	uint64_t io_thread_ns;              /* CPU time of the I/O thread */
+	uint64_t device_bytes;              /* device memory in use, registrations included */
+};
+int tuttifs_session_stats(tuttifs_session_t session, struct tuttifs_session_stats *stats);
+
+/* Ends what is in flight, leaves the session, and closes everything made from it. Registered memory is no longer used
+ * afterwards; memory of tuttifs_session_dma is gone. */
+int tuttifs_session_close(tuttifs_session_t session);
+
+/*
+ * Pools
+ */
+
+/* A contiguous piece of an object. */
+#define TUTTIFS_RUN_KV 0u
+struct tuttifs_run {
+	uint32_t bytes;
+	uint32_t kind; /* TUTTIFS_RUN_KV, or another kind of docs/geometry.md */
+};
+
+/* One layer's ordered runs for one rank: the unit of I/O, at most 2 MiB. Trailers are added by the library. */
+struct tuttifs_object {
+	uint16_t layer;
+	uint16_t rank;
+	uint32_t first_run; /* index into runs */
+	uint32_t run_count; /* 1 or more; objects may share runs */
+};
+
+struct tuttifs_pool_options {
+	uint32_t size;
+	uint32_t tokens_per_file; /* B, a multiple of the engine's block */
+	const char *name;         /* the pool's directory in the mount */
+	const char *identity;     /* JSON with every field of the identity, see docs/pool.md */
+	const char *family;       /* NULL for none */
+	const struct tuttifs_object *objects; /* of one file, for all ranks */
+	const struct tuttifs_run *runs;
+	uint32_t object_count;
+	uint32_t run_count;
+	uint64_t min_bytes;    /* kept for the pool */
+	uint64_t max_bytes;    /* 0: no limit but the volume's */
+	uint32_t max_slots;    /* 0: no limit */
+	uint32_t trailing_hit; /* hit rule in its family: 0 ALL, n TRAILING n */
+	uint64_t reserved[4];
+};
+
+/* Opens or creates a pool and waits until it is durable. Equal name, identity and geometry open the existing one. */
+int tuttifs_pool_open(tuttifs_session_t session, const struct tuttifs_pool_options *options, tuttifs_pool_t *pool);
+
+/* Closes a pool's handle, and the layers opened on it as tuttifs_layers_close does. Leases go on. */
+int tuttifs_pool_close(tuttifs_pool_t pool);
+
+struct tuttifs_pool_stats {
+	uint32_t size; /* in: sizeof */
+	uint32_t reserved;
+	uint64_t hits, misses, commits, aborts, evicted, bad; /* since the mount */
+	uint64_t files, slots_used, slots_free, bytes_used, bytes_capacity;
+};
+int tuttifs_pool_stats(tuttifs_pool_t pool, struct tuttifs_pool_stats *stats);
+
+/*
+ * Memory
+ */
+
+/* Registers host memory. Outside tuttifs_session_dma it is reached through bounce cells. The caller keeps it mapped until
+ * tuttifs_unregister. TUTTIFS_PADDED (memory of tuttifs_session_dma only): every object has room for whole 4-KiB units,
+ * of which up to 4,095 bytes behind its payload are overwritten, so that odd lengths are reached directly too. */
+#define TUTTIFS_PADDED 1u
+int tuttifs_register_host(tuttifs_session_t session, void *memory, uint64_t bytes, uint32_t flags,
+                          tuttifs_memory_t *registered);
+
+/* Registers device memory of the session's GPU. TUTTIFS_ENOTSUP with the CPU executor. */
+int tuttifs_register_device(tuttifs_session_t session, uint64_t pointer, uint64_t bytes, tuttifs_memory_t *registered);
+
+/* A run of every block, as allocators lay them out: block b's begins at base + b * stride. */
+struct tuttifs_strided_run {
+	uint64_t base;   /* device address; host address with the CPU executor */
+	uint64_t stride; /* from block to block */
+	uint64_t bytes;
+};
+
+/* A paged KV pool. Class c is the rank's c-th object in the order of tuttifs_pool_options.objects (with one object a
+ * layer, the layer); its runs are runs[c * runs_per_class ...], in the order of the object's runs and of their lengths. */
+struct tuttifs_paged {
+	uint32_t size;
+	uint32_t classes;
+	uint32_t runs_per_class;
+	uint32_t reserved0;
+	uint64_t blocks;
+	const struct tuttifs_strided_run *runs; /* classes * runs_per_class */
+	uint64_t reserved[4];
+};
+
+/* Registers a paged KV pool once, for all transfers from and to it. The CPU executor takes one run a class. */
+int tuttifs_register_paged(tuttifs_session_t session, const struct tuttifs_paged *paged, tuttifs_memory_t *registered);
+
+/* Device memory that a registration costs; 0 with the CPU executor. */
+int tuttifs_memory_cost(tuttifs_memory_t registered, uint64_t *bytes);
+
+/* Gives a registration back. TUTTIFS_EBUSY while a transfer uses it. */
+int tuttifs_unregister(tuttifs_memory_t registered);
+
+/*
+ * Leases
+ */
+
+#define TUTTIFS_LEASE_PINNED 1u  /* readable */
+#define TUTTIFS_LEASE_NEW 2u     /* reserved: to be written */
+#define TUTTIFS_LEASE_JOINED 3u  /* reserved by another rank of this session: write this rank's objects */
+#define TUTTIFS_LEASE_EXISTS 4u  /* stored already: nothing to write */
+#define TUTTIFS_LEASE_PENDING 5u /* another engine is storing it */
+
+/* A file's slot, leased to the session. */
+struct tuttifs_lease {
+	uint32_t slot;
+	uint32_t tokens;
+	uint64_t generation;
+	uint8_t seed[16]; /* of its checksums */
+	uint32_t status;  /* TUTTIFS_LEASE_* */
+	uint32_t reserved;
+};
+
+/* Keys are 32 bytes each, root first: the block's chained hash. */
+
+/* How many leading keys are stored. No side effects. */
+int tuttifs_peek(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, uint64_t count, uint64_t *found);
+
+/* Leases the longest stored prefix for reading: leases[0 .. *pinned) are written. leases has room for count. request is
+ * the caller's, unique in the session while pinned; the same call again answers the same. */
+int tuttifs_pin(tuttifs_pool_t pool, uint32_t tenant, uint64_t request, const uint8_t *keys, uint64_t count,
+                struct tuttifs_lease *leases, uint64_t *pinned);
+
+/* Ends the leases of a request. */
+int tuttifs_release(tuttifs_pool_t pool, uint64_t request);
+
+/* A file to store. */
+struct tuttifs_item {
+	uint8_t key[32];
+	uint8_t parent[32]; /* zero for a root */
+	uint32_t tokens;
+	uint32_t position; /* files before it in its chain */
+};
+
+/* Leases slots for writing: all or nothing, or with TUTTIFS_PARTIAL a leading run where not all fit. Other ranks of the
+ * session join by the same id and items. Waits while space is being freed. Leases that EXIST or are PENDING are not
+ * written. */
+#define TUTTIFS_PARTIAL 1u
+int tuttifs_reserve(tuttifs_pool_t pool, uint32_t tenant, uint64_t reserve, const struct tuttifs_item *items,
+                    uint64_t count, uint32_t flags, struct tuttifs_lease *leases, uint64_t *granted);
+
+/* Says that this process has written all objects of the ranks, and waits until the files are durable, which is when the
+ * last rank of any process has committed. They are visible from then on, and not before. */
+int tuttifs_commit(tuttifs_pool_t pool, uint64_t reserve, const uint16_t *ranks, uint64_t count);
+
+/* Gives a reservation's uncommitted slots back, for all ranks. */
+int tuttifs_abort(tuttifs_pool_t pool, uint64_t reserve);
+
+/* Says that a pinned file's bytes are damaged; the daemon looks itself, and evicts it if so. Waits for that. */
+int tuttifs_report_bad(tuttifs_pool_t pool, uint32_t slot, uint64_t generation);
+
+/*
+ * Layers
+ */
+
+/* Prepares the transfer of one rank's objects of some leased files: slot i of the batch is leases[i]. Retrieving (flags 0)
+ * reads and verifies the files' trailers first, and waits for them. blocks[i] is the paged memory's block for slot i;
+ * memory and blocks are NULL where layers are moved by the _at functions. */
+#define TUTTIFS_STORE 1u
+int tuttifs_layers_open(tuttifs_pool_t pool, uint16_t rank, uint32_t flags, const struct tuttifs_lease *leases,
+                        uint64_t count, tuttifs_memory_t memory, const uint64_t *blocks, tuttifs_layers_t *layers);
+
+/* Begins to bring a layer of all slots into their blocks, and returns at once; layers may be begun ahead in any number.
+ * after, where not NULL, was recorded behind the last work that uses the blocks' old contents; nothing is written to
+ * them before. TUTTIFS_ENOTSUP for an event with the CPU executor. *transfer is given back by tuttifs_wait. */
+int tuttifs_retrieve_layer(tuttifs_layers_t layers, uint16_t layer, tuttifs_event_t after,
+                           tuttifs_transfer_t *transfer);
+
+/* Begins to store a layer of all slots from their blocks. after, where not NULL, was recorded behind the work that
+ * produces them. The blocks are left alone until tuttifs_wait, or on the device by what tuttifs_wait_on holds back. */
+int tuttifs_store_layer(tuttifs_layers_t layers, uint16_t layer, tuttifs_event_t after, tuttifs_transfer_t *transfer);
+
+/* The same for flat memory: object j of slot i begins at offsets[i * n + j], n objects of the layer and rank. */
+int tuttifs_retrieve_layer_at(tuttifs_layers_t layers, uint16_t layer, tuttifs_memory_t memory,
+                              const uint64_t *offsets, uint64_t count, tuttifs_event_t after,
+                              tuttifs_transfer_t *transfer);
+int tuttifs_store_layer_at(tuttifs_layers_t layers, uint16_t layer, tuttifs_memory_t memory, const uint64_t *offsets,
+                           uint64_t count, tuttifs_event_t after, tuttifs_transfer_t *transfer);
+
+/* Makes a stream wait for a transfer: for a retrieved layer to be in place, for a stored one to be read out of its
+ * blocks. Returns when the device's work for it is enqueued, which is when its bytes have arrived from the drives; the
+ * device itself may still be at it. With the CPU executor it waits as tuttifs_wait does, and keeps the transfer; stream is
+ * then not used. Slots that fail hold zeros; tuttifs_failed tells after tuttifs_wait. */
+int tuttifs_wait_on(tuttifs_transfer_t transfer, tuttifs_stream_t stream);
+
+/* Waits until a transfer is complete and verified (a store: on the drives) and gives it back, whatever it returns. An
+ * error is for the whole: a slot that fails alone is for tuttifs_failed. */
+int tuttifs_wait(tuttifs_transfer_t transfer);
+
+/* Writes the trailers of a store, once every layer has been waited for. Commit may follow when it returns 0. */
+int tuttifs_finish(tuttifs_layers_t layers);
+
+/* One result a slot, 0 or a negative code: codes has room for count of them, the count of tuttifs_layers_open. The last
+ * error's text is the first failed slot's, although the call succeeds. *failed is how many failed; it may be NULL. */
+int tuttifs_failed(tuttifs_layers_t layers, int32_t *codes, uint64_t count, uint64_t *failed);
+
+/* Waits for what is in flight and gives the layers back, and their transfers. */
+int tuttifs_layers_close(tuttifs_layers_t layers);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,182 @@
+//go:build cgo
+
+package main
+
+// #include "shim.h"
+import "C"
+
+import (
+	"fmt"
+	"unsafe"
+
+	"tuttifs/engine"
+)
+
+// keysOf are a caller's keys, 32 bytes each.
+func keysOf(p *C.uint8_t, n C.uint64_t) ([]engine.Key, error) {
+	return array((*engine.Key)(unsafe.Pointer(p)), n, "keys")
+}
+
+// putLeases gives grants to the caller.
+func putLeases(leases []C.struct_tuttifs_lease, grants []engine.Grant) {
+	for i := range grants {
+		g := &grants[i]
+		leases[i] = C.struct_tuttifs_lease{slot: C.uint32_t(g.Slot), tokens: C.uint32_t(g.Tokens),
+			generation: C.uint64_t(g.Generation), status: C.uint32_t(g.Status)}
+		*(*[16]byte)(unsafe.Pointer(&leases[i].seed)) = g.Seed
+	}
+}
+
+//export goPeek
+func goPeek(h C.uintptr_t, tenant C.uint32_t, keys *C.uint8_t, n C.uint64_t, found *C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		k, err := keysOf(keys, n)
+		if err != nil {
+			return err
+		}
+		if found == nil {
+			return null("found")
+		}
+		hit, err := p.Peek(uint32(tenant), k)
+		if err != nil {
+			return err
+		}
+		*found = C.uint64_t(hit)
+		return nil
+	})
+}
+
+//export goPin
+func goPin(h C.uintptr_t, tenant C.uint32_t, request C.uint64_t, keys *C.uint8_t, n C.uint64_t,
+	leases *C.struct_tuttifs_lease, pinned *C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		k, err := keysOf(keys, n)
+		if err != nil {
+			return err
+		}
+		out, err := array(leases, n, "leases")
+		if err != nil {
+			return err
+		}
+		if pinned == nil {
+			return null("pinned")
+		}
+		grants := make([]engine.Grant, len(k))
+		got, err := p.Pin(uint32(tenant), uint64(request), k, grants)
+		if err != nil {
+			return err
+		}
+		putLeases(out, grants[:got])
+		*pinned = C.uint64_t(got)
+		return nil
+	})
+}
+
+//export goRelease
+func goRelease(h C.uintptr_t, request C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		return p.Release(uint64(request))
+	})
+}
+
+//export goReserve
+func goReserve(h C.uintptr_t, tenant C.uint32_t, reserve C.uint64_t, items *C.struct_tuttifs_item, n C.uint64_t,
+	flags C.uint32_t, leases *C.struct_tuttifs_lease, granted *C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		in, err := array(items, n, "items")
+		if err != nil {
+			return err
+		}
+		out, err := array(leases, n, "leases")
+		if err != nil {
+			return err
+		}
+		if granted == nil {
+			return null("granted")
+		}
+		if flags&^C.TUTTIFS_PARTIAL != 0 {
+			return fmt.Errorf("%w: flags %#x of a reservation", engine.ErrInvalid, uint32(flags))
+		}
+		list := make([]engine.Item, len(in))
+		for i := range in {
+			list[i] = engine.Item{Key: *(*engine.Key)(unsafe.Pointer(&in[i].key)),
+				Parent: *(*engine.Key)(unsafe.Pointer(&in[i].parent)),
+				Tokens: uint32(in[i].tokens), Position: uint32(in[i].position)}
+		}
+		grants := make([]engine.Grant, len(list))
+		got, err := p.Reserve(uint32(tenant), uint64(reserve), list, flags&C.TUTTIFS_PARTIAL != 0, grants)
+		if err != nil {
+			return err
+		}
+		putLeases(out, grants[:got])
+		*granted = C.uint64_t(got)
+		return nil
+	})
+}
+
+//export goCommit
+func goCommit(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		in, err := array(ranks, n, "ranks")
+		if err != nil {
+			return err
+		}
+		if len(in) == 0 {
+			return fmt.Errorf("%w: a commit of no rank", engine.ErrInvalid)
+		}
+		list := make([]uint16, len(in))
+		for i, rank := range in {
+			list[i] = uint16(rank)
+		}
+		return p.CommitRanks(uint64(reserve), list...)
+	})
+}
+
+//export goAbort
+func goAbort(h C.uintptr_t, reserve C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		return p.Abort(uint64(reserve))
+	})
+}
+
+//export goReportBad
+func goReportBad(h C.uintptr_t, slot C.uint32_t, generation C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		return p.ReportBad(uint32(slot), uint64(generation))
+	})
+}

@@ -1,0 +1,163 @@
+//go:build cgo
+
+package main
+
+// #include "shim.h"
+import "C"
+
+import (
+	"errors"
+	"fmt"
+	"math"
+	"unsafe"
+
+	"tuttifs/engine"
+	"tuttifs/stripe"
+)
+
+// pool is an open pool.
+type pool struct {
+	*engine.Pool
+	session *session
+}
+
+// holdPool finds a pool and holds its session.
+func holdPool(h C.uintptr_t) (*pool, func(), error) {
+	p, err := find[*pool](uintptr(h), "pool")
+	if err != nil {
+		return nil, nil, err
+	}
+	release, err := p.session.hold()
+	return p, release, err
+}
+
+// geometry builds a geometry from flat arrays. Objects with the same runs share them.
+func geometry(o *C.struct_tuttifs_pool_options) (g stripe.Geometry, err error) {
+	objects, err := array(o.objects, C.uint64_t(o.object_count), "objects")
+	if err != nil {
+		return g, err
+	}
+	runs, err := array(o.runs, C.uint64_t(o.run_count), "runs")
+	if err != nil {
+		return g, err
+	}
+	if len(objects) > stripe.MaxObjects {
+		return g, fmt.Errorf("%w: %d objects, at most %d are possible", engine.ErrInvalid, len(objects), stripe.MaxObjects)
+	}
+	all := make([]stripe.Run, len(runs))
+	for i := range runs {
+		if runs[i].kind > math.MaxUint8 {
+			return g, fmt.Errorf("%w: run %d is of kind %d", engine.ErrInvalid, i, uint32(runs[i].kind))
+		}
+		all[i] = stripe.Run{Kind: stripe.RunKind(runs[i].kind), Bytes: uint32(runs[i].bytes)}
+	}
+	for i := range objects {
+		c := &objects[i]
+		end := uint64(c.first_run) + uint64(c.run_count)
+		if c.run_count == 0 || end > uint64(len(all)) {
+			return g, fmt.Errorf("%w: object %d has runs %d to %d of %d", engine.ErrInvalid, i, uint32(c.first_run),
+				end, len(all))
+		}
+		g.Objects = append(g.Objects, stripe.Object{Layer: uint16(c.layer), Rank: uint16(c.rank),
+			Runs: all[c.first_run:end:end]})
+	}
+	return g, nil
+}
+
+// poolSpec is what the caller's options say.
+func poolSpec(o *C.struct_tuttifs_pool_options) (spec engine.PoolSpec, err error) {
+	if o == nil {
+		return spec, null("options")
+	}
+	if err := sized(unsafe.Pointer(o), o.size, unsafe.Sizeof(*o), "tuttifs_pool_options"); err != nil {
+		return spec, err
+	}
+	if o.reserved != [4]C.uint64_t{} {
+		return spec, fmt.Errorf("%w: reserved fields of tuttifs_pool_options", engine.ErrInvalid)
+	}
+	if o.name == nil || o.identity == nil {
+		return spec, null("name or identity")
+	}
+	spec = engine.PoolSpec{
+		Name: C.GoString(o.name), Identity: []byte(C.GoString(o.identity)), TokensPerFile: uint32(o.tokens_per_file),
+		MinBytes: uint64(o.min_bytes), MaxBytes: uint64(o.max_bytes), MaxSlots: uint32(o.max_slots),
+		TrailingHit: uint32(o.trailing_hit),
+	}
+	if o.family != nil {
+		spec.Family = C.GoString(o.family)
+	}
+	spec.Geometry, err = geometry(o)
+	return spec, err
+}
+
+//export goPoolOpen
+func goPoolOpen(h C.uintptr_t, o *C.struct_tuttifs_pool_options, out *C.uintptr_t, text *C.char) C.int {
+	return call(text, func() error {
+		s, release, err := holdSession(uintptr(h))
+		if err != nil {
+			return err
+		}
+		defer release()
+		if out == nil {
+			return null("pool")
+		}
+		spec, err := poolSpec(o)
+		if err != nil {
+			return err
+		}
+		p, err := s.OpenPool(spec)
+		if err != nil {
+			return err
+		}
+		*out = C.uintptr_t(newHandle(&pool{Pool: p, session: s}, uintptr(h)))
+		return nil
+	})
+}
+
+//export goPoolClose
+func goPoolClose(h C.uintptr_t, text *C.char) C.int {
+	return call(text, func() error {
+		_, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		open := madeFrom[*layers](uintptr(h))
+		if _, err := take[*pool](uintptr(h), "pool"); err != nil {
+			return err
+		}
+		var errs []error
+		for _, l := range open {
+			errs = append(errs, l.close())
+		}
+		return errors.Join(errs...)
+	})
+}
+
+//export goPoolStats
+func goPoolStats(h C.uintptr_t, out *C.struct_tuttifs_pool_stats, text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
+		}
+		defer release()
+		if out == nil {
+			return null("stats")
+		}
+		if err := sized(unsafe.Pointer(out), out.size, unsafe.Sizeof(*out), "tuttifs_pool_stats"); err != nil {
+			return err
+		}
+		a, err := p.Stats()
+		if err != nil {
+			return err
+		}
+		*out = C.struct_tuttifs_pool_stats{
+			size: out.size, hits: C.uint64_t(a.Hits), misses: C.uint64_t(a.Misses), commits: C.uint64_t(a.Commits),
+			aborts: C.uint64_t(a.Aborts), evicted: C.uint64_t(a.Evicted), bad: C.uint64_t(a.Bad),
+			files: C.uint64_t(a.Files), slots_used: C.uint64_t(a.SlotsUsed), slots_free: C.uint64_t(a.SlotsFree),
+			bytes_used: C.uint64_t(a.BytesUsed), bytes_capacity: C.uint64_t(a.BytesCapacity),
+		}
+		return nil
+	})
+}

@@ -1,0 +1,257 @@
+//go:build cgo
+
+package main
+
+// #include "shim.h"
+import "C"
+
+import (
+	"fmt"
+	"sync"
+	"time"
+	"unsafe"
+
+	"tuttifs/engine"
+	"tuttifs/gio"
+)
+
+// session is an open session. Every call that uses it, or what was made from it, holds it meanwhile, so that nothing is
+// unmapped under a call.
+type session struct {
+	*engine.Session
+	mu     sync.RWMutex // held for writing while it is closed
+	closed bool
+}
+
+// hold keeps a session from being closed until the returned function is called.
+func (s *session) hold() (release func(), err error) {
+	s.mu.RLock()
+	if s.closed {
+		s.mu.RUnlock()
+		return nil, fmt.Errorf("%w: its session was closed", errHandle)
+	}
+	return s.mu.RUnlock, nil
+}
+
+// holdSession is hold for a session's handle.
+func holdSession(h uintptr) (*session, func(), error) {
+	s, err := find[*session](h, "session")
+	if err != nil {
+		return nil, nil, err
+	}
+	release, err := s.hold()
+	return s, release, err
+}
+
+//export goOpen
+func goOpen(path *C.char, out *C.uintptr_t, text *C.char) C.int {
+	return call(text, func() error {
+		if path == nil || out == nil {
+			return null("path or mount")
+		}
+		m, err := engine.Open(C.GoString(path))
+		if err != nil {
+			return err
+		}
+		*out = C.uintptr_t(newHandle(m, 0))
+		return nil
+	})
+}
+
+//export goClose
+func goClose(mount C.uintptr_t, text *C.char) C.int {
+	return call(text, func() error {
+		m, err := take[*engine.Mount](uintptr(mount), "mount")
+		if err != nil {
+			return err
+		}
+		return m.Close()
+	})
+}
+
+// sessionFlags are those that there are.
+const sessionFlags = C.TUTTIFS_GPU | C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING
+
+// cpuBounceBytes lets any host memory be registered with the CPU executor.
+const cpuBounceBytes = 64 << 20
+
+// sessionOptions are the caller's, or the defaults.
+func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions, error) {
+	if o == nil {
+		return engine.SessionOptions{BounceBytes: cpuBounceBytes}, nil
+	}
+	var e engine.SessionOptions
+	if err := sized(unsafe.Pointer(o), o.size, unsafe.Sizeof(*o), "tuttifs_session_options"); err != nil {
+		return e, err
+	}
+	if o.flags&^sessionFlags != 0 || o.reserved != [4]C.uint64_t{} {
+		return e, fmt.Errorf("%w: unknown flags %#x or reserved fields of tuttifs_session_options",
+			engine.ErrInvalid, uint32(o.flags))
+	}
+	if o.flags&C.TUTTIFS_GPU == 0 && (o.flags != 0 || o.device != nil || o.staging_bytes != 0) {
+		return e, fmt.Errorf("%w: a device, staging memory or flags for a GPU, without TUTTIFS_GPU", engine.ErrInvalid)
+	}
+	for _, n := range []C.uint64_t{o.dma_bytes, o.bounce_bytes, o.staging_bytes, o.arena_bytes, C.uint64_t(o.lanes),
+		C.uint64_t(o.depth), C.uint64_t(o.chunk_commands)} {
+		if n > 1<<40 {
+			return e, fmt.Errorf("%w: %d in tuttifs_session_options", engine.ErrInvalid, uint64(n))
+		}
+	}
+	e = engine.SessionOptions{
+		Lanes: int(o.lanes), Depth: int(o.depth), DMABytes: int(o.dma_bytes), BounceBytes: int(o.bounce_bytes),
+		ArenaBytes: int(o.arena_bytes), ChunkCommands: int(o.chunk_commands),
+		Deadline: time.Duration(o.deadline_ms) * time.Millisecond,
+	}
+	if o.flags&C.TUTTIFS_GPU != 0 {
+		e.GPU = &engine.GPUOptions{StagingBytes: int(o.staging_bytes), Auto: o.flags&C.TUTTIFS_GPU_AUTO != 0,
+			Polling: o.flags&C.TUTTIFS_POLLING != 0}
+		if o.device != nil {
+			e.GPU.Device = C.GoString(o.device)
+		}
+	} else if e.BounceBytes == 0 {
+		e.BounceBytes = cpuBounceBytes
+	}
+	return e, nil
+}
+
+// enter makes or joins a session.
+func enter(mount C.uintptr_t, o *C.struct_tuttifs_session_options, out *C.uintptr_t,
+	f func(*engine.Mount, engine.SessionOptions) (*engine.Session, error)) error {
+	m, err := find[*engine.Mount](uintptr(mount), "mount")
+	if err != nil {
+		return err
+	}
+	if out == nil {
+		return null("session")
+	}
+	options, err := sessionOptions(o)
+	if err != nil {
+		return err
+	}
+	s, err := f(m, options)
+	if err != nil {
+		return err
+	}
+	*out = C.uintptr_t(newHandle(&session{Session: s}, 0))
+	return nil
+}
+
+//export goSessionCreate
+func goSessionCreate(mount C.uintptr_t, o *C.struct_tuttifs_session_options, out *C.uintptr_t, text *C.char) C.int {
+	return call(text, func() error { return enter(mount, o, out, (*engine.Mount).NewSession) })
+}
+
+//export goSessionJoin
+func goSessionJoin(mount C.uintptr_t, token *C.uint8_t, o *C.struct_tuttifs_session_options, out *C.uintptr_t,
+	text *C.char) C.int {
+	return call(text, func() error {
+		if token == nil {
+			return null("token")
+		}
+		join := func(m *engine.Mount, options engine.SessionOptions) (*engine.Session, error) {
+			return m.JoinSession(*(*[16]byte)(unsafe.Pointer(token)), options)
+		}
+		return enter(mount, o, out, join)
+	})
+}
+
+//export goSessionToken
+func goSessionToken(h C.uintptr_t, token *C.uint8_t, text *C.char) C.int {
+	return call(text, func() error {
+		s, release, err := holdSession(uintptr(h))
+		if err != nil {
+			return err
+		}
+		defer release()
+		if token == nil {
+			return null("token")
+		}
+		*(*[16]byte)(unsafe.Pointer(token)) = s.Token()
+		return nil
+	})
+}
+
+//export goSessionDescribe
+func goSessionDescribe(h C.uintptr_t, about *C.char, n C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		s, release, err := holdSession(uintptr(h))
+		if err != nil {
+			return err
+		}
+		defer release()
+		if about == nil || n == 0 {
+			return null("text, or its room,")
+		}
+		b := unsafe.Slice((*byte)(unsafe.Pointer(about)), min(uint64(n), countMax))
+		b[copy(b[:len(b)-1], s.Describe())] = 0
+		return nil
+	})
+}
+
+//export goSessionDMA
+func goSessionDMA(h C.uintptr_t, memory *C.uintptr_t, n *C.uint64_t, text *C.char) C.int {
+	return call(text, func() error {
+		s, release, err := holdSession(uintptr(h))
+		if err != nil {
+			return err
+		}
+		defer release()
+		if memory == nil || n == nil {
+			return null("memory or bytes")
+		}
+		dma := s.DMA()
+		*memory, *n = C.uintptr_t(uintptr(unsafe.Pointer(unsafe.SliceData(dma)))), C.uint64_t(len(dma))
+		return nil
+	})
+}
+
+//export goSessionStats
+func goSessionStats(h C.uintptr_t, out *C.struct_tuttifs_session_stats, text *C.char) C.int {
+	return call(text, func() error {
+		s, release, err := holdSession(uintptr(h))
+		if err != nil {
+			return err
+		}
+		defer release()
+		if out == nil {
+			return null("stats")
+		}
+		if err := sized(unsafe.Pointer(out), out.size, unsafe.Sizeof(*out), "tuttifs_session_stats"); err != nil {
+			return err
+		}
+		stats := C.struct_tuttifs_session_stats{size: out.size, lanes: C.uint32_t(s.Ring().Alive())}
+		if gpu := s.GPU(); gpu != nil {
+			g := gpu.Stats()
+			stats.gpu = 1
+			stats.commands, stats.chunks = C.uint64_t(g.Commands), C.uint64_t(g.Chunks)
+			stats.bytes_read, stats.bytes_written = C.uint64_t(g.ReadBytes), C.uint64_t(g.WrittenBytes)
+			stats.builds, stats.harvests, stats.gathers = C.uint64_t(g.Builds), C.uint64_t(g.Harvests), C.uint64_t(g.Gathers)
+			stats.checksum_failures, stats.timeouts = C.uint64_t(g.Checksums), C.uint64_t(g.Timeouts)
+			stats.io_thread_ns, stats.device_bytes = C.uint64_t(g.CPUNanos), C.uint64_t(g.DeviceBytes)
+		}
+		*out = stats
+		return nil
+	})
+}
+
+//export goSessionClose
+func goSessionClose(h C.uintptr_t, text *C.char) C.int {
+	return call(text, func() error {
+		s, err := take[*session](uintptr(h), "session")
+		if err != nil {
+			return err
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.closed = true
+		return s.Close()
+	})
+}
+
+// gpu is the session's GPU executor, or why it has none.
+func (s *session) gpu() (*gio.GPU, error) {
+	if g := s.GPU(); g != nil {
+		return g, nil
+	}
+	return nil, fmt.Errorf("%w: the CPU is the executor of this session: %s", errSupport, s.Describe())
+}
