@@ -1,6 +1,7 @@
 package gio_test
 
 import (
+	"math/rand/v2"
 	"testing"
 
 	"tuttifs/gio"
@@ -8,5 +9,9 @@ import (
 )
 
 func TestRing(t *testing.T) {
-	giotest.Run(t, func(c gio.RingConfig) (gio.Executor, error) { return gio.NewRing(c) })
+	giotest.Run(t, giotest.Subject{
+		New:   func(c gio.RingConfig, _ bool) (gio.Executor, error) { return gio.NewRing(c) },
+		Steps: true,
+		Seed:  rand.Uint64(),
+	})
 }

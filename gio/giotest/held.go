@@ -13,12 +13,13 @@ import (
 
 // valve holds writes back on all drives while it is shut.
 type valve struct {
-	shut atomic.Bool
-	held atomic.Int32 // writes that came while it was
+	reads bool // and reads
+	shut  atomic.Bool
+	held  atomic.Int32 // commands that came while it was
 }
 
 func (v *valve) hook(e *nvme.SQE) *emu.Fault {
-	if e.Opcode != nvme.IOWrite || !v.shut.Load() {
+	if e.Opcode == nvme.IORead && !v.reads || !v.shut.Load() {
 		return nil
 	}
 	v.held.Add(1)
@@ -26,17 +27,17 @@ func (v *valve) hook(e *nvme.SQE) *emu.Fault {
 }
 
 // testHeldWrites: drives that hold writes back, however many, delay no read.
-func testHeldWrites(t *testing.T, construct Constructor) {
-	eachWay(t, func(t *testing.T, w way) {
+func testHeldWrites(t *testing.T, subject *Subject) {
+	eachWay(t, subject, func(t *testing.T, w way) {
 		for _, lanes := range []int{2, 5} {
 			s := w.shape()
 			s.Lanes, s.Rows, s.ChunkCommands = lanes, 4, 8
-			r := NewRig(t, construct, s)
+			r := NewRig(t, subject, s)
 			ctxs := all(r)
 			store(r, ctxs, 1)
 			half := len(ctxs) / 2
 			writes, reads := w.memory(r, ctxs[:half]), w.memory(r, ctxs[half:])
-			writes.fill(r, 2)
+			writes.fill(2)
 			var v valve
 			v.shut.Store(true)
 			r.SetFaults(v.hook)
@@ -47,9 +48,9 @@ func testHeldWrites(t *testing.T, construct Constructor) {
 				tickets = append(tickets, ticket)
 			}
 			for range 10 {
-				clear(reads.buf)
+				reads.set(0)
 				require.Empty(t, r.Run(false, reads.ctxs))
-				reads.check(r, 1, nil)
+				reads.check(1, nil)
 			}
 			for _, ticket := range tickets {
 				require.False(t, ticket.Done())
@@ -61,19 +62,19 @@ func testHeldWrites(t *testing.T, construct Constructor) {
 				require.NoError(t, err)
 				require.Empty(t, failed)
 			}
-			writes.onMedium(r, 2)
-			reads.onMedium(r, 1)
+			writes.onMedium(2)
+			reads.onMedium(1)
 		}
 	})
 }
 
 // testHeldTrailers: trailers that are held back on their way to the drives delay none that are read.
-func testHeldTrailers(t *testing.T, construct Constructor) {
-	eachWay(t, func(t *testing.T, w way) {
+func testHeldTrailers(t *testing.T, subject *Subject) {
+	eachWay(t, subject, func(t *testing.T, w way) {
 		if w.stepped {
 			t.Skip("one thread only")
 		}
-		r := newLayerRig(t, construct, w, w.shape(), 0)
+		r := newLayerRig(t, subject, w, w.shape(), 0)
 		r.store(1)
 		whole, half := r.slots, len(r.slots)/2
 		var v valve
@@ -110,7 +111,7 @@ func testHeldTrailers(t *testing.T, construct Constructor) {
 		require.Empty(t, finished)
 		v.shut.Store(false)
 		require.NoError(t, <-finished)
-		r.a.check(r.Rig, 1, nil)
+		r.a.check(1, nil)
 		require.Equal(t, make([]error, len(whole)), r.retrieve())
 	})
 }

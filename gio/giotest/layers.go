@@ -24,8 +24,8 @@ type layerRig struct {
 	first []int // by layer: its first index in the arena
 }
 
-func newLayerRig(t *testing.T, construct Constructor, w way, s Shape, rank uint16) *layerRig {
-	r := &layerRig{Rig: NewRig(t, construct, s), rank: rank}
+func newLayerRig(t *testing.T, s *Subject, w way, shape Shape, rank uint16) *layerRig {
+	r := &layerRig{Rig: NewRig(t, s, shape), rank: rank}
 	for _, slot := range r.Slots {
 		var seed checksum.Seed
 		binary.LittleEndian.PutUint32(seed[:], slot*7919+1)
@@ -77,7 +77,7 @@ func (r *layerRig) move(verb func(layer uint16, desc []uint64) (gio.LayerTicket,
 
 func (r *layerRig) store(round uint64) {
 	r.t.Helper()
-	r.a.fill(r.Rig, round)
+	r.a.fill(round)
 	l, err := r.Ring.CreateLayers(r.Map, r.rank, r.slots)
 	require.NoError(r.t, err)
 	defer l.Close()
@@ -88,9 +88,7 @@ func (r *layerRig) store(round uint64) {
 // retrieve restores everything and returns the slots' errors.
 func (r *layerRig) retrieve() []error {
 	r.t.Helper()
-	for i := range r.a.buf {
-		r.a.buf[i] = 0xee
-	}
+	r.a.set(0xee)
 	l, err := r.Ring.OpenLayers(r.Map, r.rank, r.slots)
 	require.NoError(r.t, err)
 	defer l.Close()
@@ -112,17 +110,17 @@ func (r *layerRig) zeroed(failed []error) map[int]bool {
 }
 
 // testLayers stores and restores whole files of every rank, several layers in flight.
-func testLayers(t *testing.T, construct Constructor) {
-	eachWay(t, func(t *testing.T, w way) {
-		s := w.shape()
-		s.Rows, s.Geometry = 3, Uneven(6, 2)
+func testLayers(t *testing.T, s *Subject) {
+	eachWay(t, s, func(t *testing.T, w way) {
+		shape := w.shape()
+		shape.Rows, shape.Geometry = 3, Uneven(6, 2)
 		for rank := range uint16(2) {
-			r := newLayerRig(t, construct, w, s, rank)
+			r := newLayerRig(t, s, w, shape, rank)
 			for round := uint64(1); round <= 2; round++ {
 				r.store(round)
-				r.a.onMedium(r.Rig, round)
+				r.a.onMedium(round)
 				require.Equal(t, make([]error, len(r.slots)), r.retrieve())
-				r.a.check(r.Rig, round, nil)
+				r.a.check(round, nil)
 			}
 		}
 	})
@@ -165,43 +163,42 @@ var damages = []struct {
 
 // testLayerDamage: damage on the medium is a typed error of its slot alone; its targets are zero, the others' are
 // right.
-func testLayerDamage(t *testing.T, construct Constructor) {
+func testLayerDamage(t *testing.T, s *Subject) {
 	for _, d := range damages {
 		t.Run(d.name, func(t *testing.T) {
-			w := ways[0]
-			r := newLayerRig(t, construct, w, w.shape(), 0)
-			r.store(1)
-			d.do(r, r.slots[1].Slot, r.slots[2].Slot)
-			failed := r.retrieve()
-			for i, err := range failed {
-				if i == 1 || i == 2 && d.both {
-					require.ErrorIs(t, err, gio.ErrChecksum)
-				} else {
-					require.NoError(t, err)
-				}
-			}
-			// Layers before the damage may have been handed over whole.
-			last := r.first[len(r.first)-1]
-			zero := r.zeroed(failed)
-			for i := range r.a.ctxs {
-				if i >= last || !zero[i] {
-					want := make([]byte, r.Bytes(r.a.ctxs[i].Object))
-					if !zero[i] {
-						Content(want, r.a.ctxs[i].Slot, r.a.ctxs[i].Object, 1)
+			eachWay(t, s, func(t *testing.T, w way) {
+				r := newLayerRig(t, s, w, w.shape(), 0)
+				r.store(1)
+				d.do(r, r.slots[1].Slot, r.slots[2].Slot)
+				failed := r.retrieve()
+				for i, err := range failed {
+					if i == 1 || i == 2 && d.both {
+						require.ErrorIs(t, err, gio.ErrChecksum)
+					} else {
+						require.NoError(t, err)
 					}
-					got := r.a.object(r.Rig, i)
-					require.True(t, bytes.Equal(want, got), "slot %d object %d", r.a.ctxs[i].Slot, r.a.ctxs[i].Object)
 				}
-			}
+				// Layers before the damage may have been handed over whole.
+				last := r.first[len(r.first)-1]
+				zero := r.zeroed(failed)
+				r.a.pull()
+				for i := range r.a.ctxs {
+					if i >= last || !zero[i] {
+						r.a.checkOne(i, 1, zero[i])
+					}
+				}
+			})
 		})
 	}
 }
 
 // testLayerMisuse: wrong arguments are refused as a whole, and nothing is called stored that was not.
-func testLayerMisuse(t *testing.T, construct Constructor) {
-	w := ways[0]
-	r := newLayerRig(t, construct, w, w.shape(), 0)
+func testLayerMisuse(t *testing.T, s *Subject) {
+	w := s.main()
+	r := newLayerRig(t, s, w, w.shape(), 0)
 	_, err := r.Ring.OpenLayers(r.Map, 9, r.slots)
+	require.ErrorIs(t, err, gio.ErrInvalid)
+	_, err = r.Ring.OpenLayers(nil, 0, r.slots)
 	require.ErrorIs(t, err, gio.ErrInvalid)
 	l, err := r.Ring.CreateLayers(r.Map, 0, r.slots)
 	require.NoError(t, err)
@@ -221,52 +218,66 @@ func testLayerMisuse(t *testing.T, construct Constructor) {
 }
 
 // testLayerTimeouts: failed commands fail their slots: on a read the targets are zero, on a store Finish says no.
-func testLayerTimeouts(t *testing.T, construct Constructor) {
+func testLayerTimeouts(t *testing.T, s *Subject) {
 	for _, f := range faults[:3] {
 		t.Run(f.name, func(t *testing.T) {
-			w := ways[2]
-			s := w.shape()
-			s.Deadline, s.ChunkCommands, s.Lanes = short, 2, 1
-			r := newLayerRig(t, construct, w, s, 0)
-			r.store(1)
-			l, err := r.Ring.OpenLayers(r.Map, 0, r.slots)
-			require.NoError(t, err)
-			n := 0
-			hook := func(*nvme.SQE) *emu.Fault {
-				if n++; n == 3 {
-					hit := f.fault
-					return &hit
-				}
-				return nil
-			}
-			r.SetFaults(hook)
-			ticket, err := l.RetrieveLayer(0, r.desc(0))
-			require.NoError(t, err)
-			require.NoError(t, ticket.Wait())
-			bad := 0
-			for i, err := range l.Failed() {
-				layer := r.a.ctxs[i*2 : i*2+2]
-				for j := range layer {
-					want := make([]byte, r.Bytes(layer[j].Object))
-					if err == nil {
-						Content(want, layer[j].Slot, layer[j].Object, 1)
-					}
-					require.True(t, bytes.Equal(want, r.a.object(r.Rig, i*2+j)))
-				}
-				if err != nil {
-					require.ErrorIs(t, err, f.want)
-					bad++
-				}
-			}
-			require.Positive(t, bad)
-			l.Close()
-
-			n = 0
-			l, err = r.Ring.CreateLayers(r.Map, 0, r.slots)
-			require.NoError(t, err)
-			defer l.Close()
-			r.move(l.StoreLayer)
-			require.ErrorIs(t, l.Finish(), f.want)
+			waysAtOnce(t, s, func(t *testing.T, w way) { f.runLayers(t, s, w) })
 		})
 	}
+}
+
+func (f *fault) runLayers(t *testing.T, s *Subject, w way) {
+	shape := w.shape()
+	shape.Deadline, shape.ChunkCommands, shape.Lanes = short, 2, 1
+	r := newLayerRig(t, s, w, shape, 0)
+	r.store(1)
+	r.a.set(0xee)
+	l, err := r.Ring.OpenLayers(r.Map, 0, r.slots)
+	require.NoError(t, err)
+	defer l.Close()
+	n := 0
+	hook := func(*nvme.SQE) *emu.Fault {
+		if n++; n == 3 {
+			hit := f.fault
+			return &hit
+		}
+		return nil
+	}
+	r.SetFaults(hook)
+	ticket, err := l.RetrieveLayer(0, r.desc(0))
+	require.NoError(t, err)
+	require.NoError(t, ticket.Wait())
+	perSlot := len(r.desc(0)) / len(r.slots)
+	bad := 0
+	r.a.pull()
+	for i, err := range l.Failed() {
+		for j := range perSlot {
+			r.a.checkOne(i*perSlot+j, 1, err != nil)
+		}
+		if err != nil {
+			require.ErrorIs(t, err, f.want)
+			bad++
+		}
+	}
+	require.Positive(t, bad)
+	require.Less(t, bad, len(r.slots))
+
+	// Slots that failed are left out of the next layer, and zeroed there as well.
+	ticket, err = l.RetrieveLayer(1, r.desc(1))
+	require.NoError(t, err)
+	require.NoError(t, ticket.Wait())
+	r.a.pull()
+	for i, err := range l.Failed() {
+		for j := range perSlot {
+			r.a.checkOne(r.first[1]+i*perSlot+j, 1, err != nil)
+		}
+	}
+
+	n = 0
+	store, err := r.Ring.CreateLayers(r.Map, 0, r.slots)
+	require.NoError(t, err)
+	defer store.Close()
+	r.a.fill(1)
+	r.move(store.StoreLayer)
+	require.ErrorIs(t, store.Finish(), f.want)
 }

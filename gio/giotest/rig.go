@@ -3,6 +3,7 @@
 package giotest
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -19,20 +20,26 @@ import (
 	"tuttifs/stripe"
 )
 
-// Constructor makes an executor for a configuration.
-type Constructor func(c gio.RingConfig) (gio.Executor, error)
-
 // dmaBase is an address that no process has, so that nobody mistakes one for the other.
 const dmaBase = 0x10_0000_0000
 
-// region is the DMA memory of one rig as controllers see it.
-type region []byte
+// PeerBase and a device address are the I/O address of device memory.
+const PeerBase = 1 << 60
 
-func (m region) Translate(iova uint64, n uint32) []byte {
-	if iova < dmaBase || iova-dmaBase > uint64(len(m)) || uint64(n) > uint64(len(m))-(iova-dmaBase) {
+// region is the DMA memory of one rig as controllers see it, and device memory where they reach it.
+type region struct {
+	dma   []byte
+	reach func(address uint64, n uint32) []byte
+}
+
+func (m *region) Translate(iova uint64, n uint32) []byte {
+	if iova >= PeerBase && m.reach != nil {
+		return m.reach(iova-PeerBase, n)
+	}
+	if iova < dmaBase || iova-dmaBase > uint64(len(m.dma)) || uint64(n) > uint64(len(m.dma))-(iova-dmaBase) {
 		return nil
 	}
-	return m[iova-dmaBase : iova-dmaBase+uint64(n)]
+	return m.dma[iova-dmaBase : iova-dmaBase+uint64(n)]
 }
 
 // sector gives a drive another logical block size.
@@ -48,13 +55,15 @@ type Shape struct {
 	Drives, Width, Lanes, Depth int
 	Rows                        int
 	LBABytes                    int
-	SGL, InOrder                bool
+	SGL, InOrder, Peer          bool
 	DMABytes, BounceBytes       int
 	ChunkCommands               int
 	Deadline                    time.Duration
 	Geometry                    stripe.Geometry
 	// Stepped runs the controllers on the thread that waits.
 	Stepped bool
+	// Random decides what is left open; nil is the test's own.
+	Random *rand.Rand
 }
 
 func (s Shape) withDefaults() Shape {
@@ -105,10 +114,15 @@ type Rig struct {
 	Slots       []uint32     // all that the map holds
 	Quiesced    atomic.Int32 // lanes quiesced so far
 	Deaf        atomic.Bool  // Quiesce fails, as when the daemon is gone
+	OnQuiesce   func()       // called before queues are quiesced
 
 	t          testing.TB
+	subject    *Subject
+	random     *rand.Rand
+	recorder   recorder
 	rows       []gio.MapRow
 	dma        []byte
+	region     *region
 	blocks     [][]byte // queue memory, [lane*drives + drive]
 	queues     []*emu.Queue
 	pages      []nvme.QueueMemory
@@ -118,20 +132,26 @@ type Rig struct {
 	stop       chan struct{}
 	entryUnits uint64
 	taken      int // of the user's DMA memory
+	frees      []func() error
 }
 
-// dmaTake is n bytes of the user's DMA memory that nothing else of the test has.
-func (r *Rig) dmaTake(n int) []byte {
+// takeDMA is n bytes of the user's DMA memory that nothing else of the test has.
+func (r *Rig) takeDMA(n int) []byte {
 	require.LessOrEqual(r.t, n, len(r.Ring.DMA())-r.taken)
 	b := r.Ring.DMA()[r.taken : r.taken+n : r.taken+n]
 	r.taken += (n + drive.UnitBytes - 1) &^ (drive.UnitBytes - 1)
 	return b
 }
 
+func (r *Rig) device() Device { return r.subject.Device(r.Ring) }
+
 // NewRig builds drives, controllers, map and executor; everything is taken down with the test.
-func NewRig(t testing.TB, construct Constructor, shape Shape) *Rig {
+func NewRig(t testing.TB, subject *Subject, shape Shape) *Rig {
 	t.Helper()
-	r := &Rig{Shape: shape.withDefaults(), t: t, stop: make(chan struct{})}
+	r := &Rig{Shape: shape.withDefaults(), t: t, subject: subject, random: shape.Random, stop: make(chan struct{})}
+	if r.random == nil {
+		r.random = subject.source(t, 0)
+	}
 	r.makeMap()
 	r.makeControllers()
 	c := gio.RingConfig{
@@ -145,10 +165,13 @@ func NewRig(t testing.TB, construct Constructor, shape Shape) *Rig {
 	if r.Shape.Stepped {
 		c.Step = func() { r.poller.Step() }
 	}
-	ring, err := construct(c)
+	ring, err := subject.New(c, shape.Peer)
+	if err != nil {
+		r.free()
+	}
 	require.NoError(t, err)
 	r.Ring = ring
-	t.Cleanup(func() { r.takeDown() })
+	t.Cleanup(r.takeDown)
 	if !r.Shape.Stepped {
 		go func() { defer close(r.stop); r.poller.Run() }()
 	}
@@ -166,11 +189,20 @@ func (r *Rig) takeDown() {
 	if n := atomic.LoadUint32(&r.armed); n != 0 {
 		r.t.Errorf("armed is left at %d", n)
 	}
+	for _, free := range r.frees {
+		if err := free(); err != nil {
+			r.t.Errorf("%v", err)
+		}
+	}
 	for _, d := range r.Drives {
 		if err := d.Close(); err != nil {
 			r.t.Errorf("%v", err)
 		}
 	}
+	r.free()
+}
+
+func (r *Rig) free() {
 	for _, b := range append(r.blocks, r.dma) {
 		drive.FreeBuffer(b)
 	}
@@ -222,6 +254,11 @@ func (r *Rig) makeControllers() {
 		require.NoError(r.t, err)
 		r.Controllers = append(r.Controllers, c)
 	}
+	r.region = &region{dma: r.dma}
+	if s.Peer {
+		r.region.reach = r.subject.Reach
+	}
+	r.SetFaults(nil)
 	r.queues = make([]*emu.Queue, s.Lanes*s.Drives)
 	r.pages = make([]nvme.QueueMemory, s.Lanes*s.Drives)
 	for i := range r.queues {
@@ -233,7 +270,7 @@ func (r *Rig) makeControllers() {
 }
 
 func (r *Rig) attach(i int) {
-	q, err := r.Controllers[i%r.Shape.Drives].Attach(emu.QueueConfig{Memory: r.pages[i], DMA: region(r.dma)})
+	q, err := r.Controllers[i%r.Shape.Drives].Attach(emu.QueueConfig{Memory: r.pages[i], DMA: r.region})
 	require.NoError(r.t, err)
 	r.queues[i] = q
 	r.poller.Add(q)
@@ -254,6 +291,9 @@ func (r *Rig) quiesce(lane int) error {
 		return errors.New("nobody answers")
 	}
 	r.Quiesced.Add(1)
+	if r.OnQuiesce != nil {
+		r.OnQuiesce()
+	}
 	var errs []error
 	for d := range r.Shape.Drives {
 		errs = append(errs, r.queues[lane*r.Shape.Drives+d].Quiesce(time.Now().Add(10*time.Second)))
@@ -270,24 +310,49 @@ func (r *Rig) reattach(lane int) ([]gio.Queue, error) {
 	return r.laneQueues(lane), nil
 }
 
-// SetFaults installs one hook on every controller.
+// SetFaults installs one hook on every controller, behind the recorder.
 func (r *Rig) SetFaults(f func(sqe *nvme.SQE) *emu.Fault) {
-	for _, c := range r.Controllers {
-		c.SetFaults(f)
+	for d := range r.Controllers {
+		r.setFaults(d, f)
 	}
 }
 
-// Stored is an object's place on its drive, found by the layout and the rows and not by the map under test: its payload
-// and the padding to the end of its last unit.
-func (r *Rig) Stored(slot uint32, object uint16) (payload, pad []byte) {
+// setFaults installs a hook on the controller of one drive.
+func (r *Rig) setFaults(d int, f func(sqe *nvme.SQE) *emu.Fault) {
+	r.Controllers[d].SetFaults(func(e *nvme.SQE) *emu.Fault {
+		r.recorder.see(r, uint16(d), e)
+		if f == nil {
+			return nil
+		}
+		return f(e)
+	})
+}
+
+// extent is an object's place, found by the layout and the rows and not by the map under test.
+func (r *Rig) extent(slot uint32, object uint16) (drive uint16, unit, units uint64) {
 	layout := r.Map.Layout()
 	perRow := layout.SlotsPerRow(r.entryUnits)
 	row := r.rows[slot/perRow/2]
-	entry, unit := layout.Locate(slot%perRow, object)
-	at := (row.Units[entry] + unit) * drive.UnitBytes
-	o := &layout.Geometry().Objects[object]
-	b := r.Drives[row.Drives[entry]].Bytes()[at : at+uint64(o.Units())*drive.UnitBytes]
-	return b[:o.Bytes()], b[o.Bytes():]
+	entry, at := layout.Locate(slot%perRow, object)
+	return row.Drives[entry], row.Units[entry] + at, uint64(layout.Geometry().Objects[object].Units())
+}
+
+// Stored is an object as its drive has it: its payload and the padding to the end of its last unit.
+func (r *Rig) Stored(slot uint32, object uint16) (payload, pad []byte) {
+	d, unit, units := r.extent(slot, object)
+	b := r.Drives[d].Bytes()[unit*drive.UnitBytes : (unit+units)*drive.UnitBytes]
+	n := r.Map.Layout().Geometry().Objects[object].Bytes()
+	return b[:n], b[n:]
+}
+
+// checkStored compares what a drive holds of an object with the content of a round.
+func (r *Rig) checkStored(slot uint32, object uint16, round uint64) {
+	r.t.Helper()
+	want := make([]byte, r.Bytes(object))
+	Content(want, slot, object, round)
+	if got, _ := r.Stored(slot, object); !bytes.Equal(want, got) {
+		r.t.Fatalf("object %d of slot %d is not where the layout says", object, slot)
+	}
 }
 
 // Bytes is an object's payload length.
@@ -311,9 +376,22 @@ func Content(b []byte, slot uint32, object uint16, round uint64) {
 // Run issues a batch and waits for it.
 func (r *Rig) Run(write bool, ctxs []gio.IOCTX) []gio.Result {
 	r.t.Helper()
-	t, err := r.Ring.Issue(write, r.Map, ctxs)
-	require.NoError(r.t, err)
-	failed, err := r.Ring.Wait(t)
+	failed, err := r.run(write, ctxs)
 	require.NoError(r.t, err)
 	return failed
+}
+
+func (r *Rig) run(write bool, ctxs []gio.IOCTX) ([]gio.Result, error) {
+	t, err := r.Ring.Issue(write, r.Map, ctxs)
+	if err != nil {
+		return nil, err
+	}
+	return r.Ring.Wait(t)
+}
+
+// unhook leaves the controllers without recorder and faults.
+func (r *Rig) unhook() {
+	for _, c := range r.Controllers {
+		c.SetFaults(nil)
+	}
 }
