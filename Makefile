@@ -12,7 +12,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static demo test check ptx ptx-check fuzz bench install uninstall clean
+.PHONY: build static lib demo test check ptx ptx-check fuzz bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -29,6 +29,11 @@ ptx:
 
 ptx-check:
 	@scripts/ptx.sh check
+
+# The C library, build/lib/libtuttifs.so, for include/libtuttifs.h. Needs a C compiler.
+lib: scripts/need-go.sh
+	@scripts/need-go.sh $(GO)
+	@scripts/lib.sh $(GO) build/lib
 
 demo: build
 	@scripts/demo.sh bin/tuttifs
@@ -60,9 +65,15 @@ install: build
 	sed 's,/usr/local/,$(PREFIX)/,' scripts/tuttifs@.service >$(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
 	for m in docs/man/*.8; do install -D -m 0644 $$m $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
 
+install-lib: lib
+	install -D -m 0755 build/lib/libtuttifs.so $(DESTDIR)$(PREFIX)/lib/libtuttifs.so
+	install -d $(DESTDIR)$(PREFIX)/include
+	install -m 0644 include/libtuttifs.h include/tuttifs.h $(DESTDIR)$(PREFIX)/include
+
 uninstall:
 	rm -f $(addprefix $(DESTDIR)$(HELPERS)/,$(LINKS)) $(addprefix $(DESTDIR)$(PREFIX)/sbin/,tuttifs $(LINKS))
-	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service
+	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service $(DESTDIR)$(PREFIX)/lib/libtuttifs.so
+	rm -f $(addprefix $(DESTDIR)$(PREFIX)/include/,libtuttifs.h tuttifs.h)
 	for m in docs/man/*.8; do rm -f $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
 
 clean:

@@ -48,6 +48,7 @@ var onlyIn = map[string]string{
 	"github.com/hanwen/go-fuse":    "fs",
 	"github.com/ebitengine/purego": "cuda",
 	"github.com/spf13/pflag":       "cmd",
+	"C":                            "lib",
 	"github.com/prometheus":        "daemon",
 }
 

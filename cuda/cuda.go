@@ -1,9 +1,9 @@
 // Package cuda is the CUDA driver API by dlopen: no cgo, no toolkit, nothing needed to build or to run without a GPU.
 // Open says clearly what is missing there.
 //
-// Contexts are per OS thread. A goroutine that calls Context.Bind locks its thread first and stays on it. Every method of
-// Context, Stream, Event and Module wants a bound context on the calling thread, but Bind, Green and Close of a Context.
-// Nothing here allocates Go memory on the paths that a ring uses: launches, copies, events, queries.
+// Contexts are per OS thread. A goroutine that calls Context.Bind locks its thread first and stays on it. Every method
+// of Context, Stream, Event and Module wants a bound context on the calling thread, but Bind, Green and Close of a
+// Context. Nothing here allocates Go memory on the paths that a ring uses: launches, copies, events, queries.
 package cuda
 
 import (

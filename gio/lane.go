@@ -22,16 +22,21 @@ type lane struct {
 	cells     []byte // the lane's bounce cells; a chunk packs its commands into them from the start
 	cellsBase uint64
 
-	mu       sync.Mutex // guards everything below; held while a chunk is built, rung, completed or failed
-	queues   []laneQueue
+	mu sync.Mutex // guards everything below; held while a chunk is built, rung, completed or failed
+	laneQueues
 	busy     bool
 	dead     bool
 	ticket   *ringTicket
 	deadline time.Time
 	commands int // of the chunk
-	pending  int // queues whose last entry is not in
 	bounced  int // bytes of cells in use
 	errors   int // commands with a bad status
+}
+
+// laneQueues are the queue pairs of a lane and what of its chunk is outstanding.
+type laneQueues struct {
+	queues  []laneQueue
+	pending int // queues that have commands of the chunk and whose last entry is not in
 }
 
 // laneQueue is one queue pair as the executor sees it. Tail, head and phase are private: what stands in shared memory
@@ -219,10 +224,13 @@ func (l *lane) scatter(t *ringTicket) {
 
 // ringDoorbells rings the doorbell of every queue that has commands, once.
 func (l *lane) ringDoorbells() {
-	c := &l.ring.config
-	if c.Armed != nil {
-		atomic.AddUint32(c.Armed, 1)
-	}
+	l.ring.arm()
+	l.advanceTails()
+	l.ring.wakeUp()
+}
+
+// advanceTails hands the chunk's commands to the controllers.
+func (l *laneQueues) advanceTails() {
 	for d := range l.queues {
 		if q := &l.queues[d]; q.count > 0 {
 			q.tail = (q.tail + q.count) & q.mask
@@ -230,8 +238,25 @@ func (l *lane) ringDoorbells() {
 			atomic.StoreUint32(q.sqTail, q.tail)
 		}
 	}
-	if c.Wake != nil {
-		nvme.Wake(c.Wake)
+}
+
+// arm keeps the pollers awake, from before a chunk is rung until disarm when it is done.
+func (b *base) arm() {
+	if b.config.Armed != nil {
+		atomic.AddUint32(b.config.Armed, 1)
+	}
+}
+
+func (b *base) disarm() {
+	if b.config.Armed != nil {
+		atomic.AddUint32(b.config.Armed, ^uint32(0))
+	}
+}
+
+// wakeUp wakes a poller that sleeps, after ringing.
+func (b *base) wakeUp() {
+	if b.config.Wake != nil {
+		nvme.Wake(b.config.Wake)
 	}
 }
 
@@ -240,7 +265,7 @@ func (l *lane) ringDoorbells() {
 func lastWord(e *nvme.CQE) uint32 { return atomic.LoadUint32((*uint32)(unsafe.Pointer(&e.CID))) }
 
 // arrived says whether the chunk's last entry is in on every queue.
-func (l *lane) arrived() bool {
+func (l *laneQueues) arrived() bool {
 	if l.pending == 0 {
 		return true
 	}
@@ -363,9 +388,7 @@ func (l *lane) release(t *ringTicket) {
 	if t.write {
 		l.ring.writing.Add(-1)
 	}
-	if armed := l.ring.config.Armed; armed != nil {
-		atomic.AddUint32(armed, ^uint32(0))
-	}
+	l.ring.disarm()
 	t.left.Add(-int64(n))
 }
 
@@ -374,11 +397,7 @@ func (l *lane) release(t *ringTicket) {
 // knows what will still land. The lane is locked and busy.
 func (l *lane) fail(cause error) error {
 	r := l.ring
-	quiesced := errors.New("gio: no way to quiesce a lane is configured")
-	if r.config.Quiesce != nil {
-		quiesced = r.config.Quiesce(l.number)
-	}
-	if quiesced != nil {
+	if quiesced := r.quiesce(l.number); quiesced != nil {
 		err := fmt.Errorf("%w: lane %d: %w (after: %w)", ErrDead, l.number, quiesced, cause)
 		r.broken.CompareAndSwap(nil, &err)
 		l.drop(err)
@@ -427,23 +446,41 @@ var errNoReattach = errors.New("gio: quiesced lanes are not attached again in th
 
 // reattach gives the quiesced lane empty queues.
 func (l *lane) reattach() error {
-	r := l.ring
-	if r.config.Reattach == nil {
-		return errNoReattach
-	}
-	queues, err := r.config.Reattach(l.number)
+	queues, err := l.ring.reattach(l.number)
 	if err != nil {
 		return err
 	}
-	if len(queues) != len(l.queues) {
-		return fmt.Errorf("%w: lane %d came back with %d queues of %d",
-			ErrInvalid, l.number, len(queues), len(l.queues))
-	}
 	for d := range queues {
-		if err := queues[d].validate(); err != nil {
-			return err
-		}
 		l.queues[d].attach(&queues[d])
 	}
 	return nil
+}
+
+// reattach asks for new queues for a quiesced lane.
+func (b *base) reattach(lane int) ([]Queue, error) {
+	if b.config.Reattach == nil {
+		return nil, errNoReattach
+	}
+	queues, err := b.config.Reattach(lane)
+	if err != nil {
+		return nil, err
+	}
+	if len(queues) != len(b.config.Lanes[lane]) {
+		return nil, fmt.Errorf("%w: lane %d came back with %d queues of %d",
+			ErrInvalid, lane, len(queues), len(b.config.Lanes[lane]))
+	}
+	for d := range queues {
+		if err := queues[d].validate(); err != nil {
+			return nil, err
+		}
+	}
+	return queues, nil
+}
+
+// quiesce stops a lane.
+func (b *base) quiesce(lane int) error {
+	if b.config.Quiesce == nil {
+		return errors.New("gio: no way to quiesce a lane is configured")
+	}
+	return b.config.Quiesce(lane)
 }

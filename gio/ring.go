@@ -79,7 +79,7 @@ func NewRing(c RingConfig) (*Ring, error) {
 	}
 	cells := r.laneCells()
 	for i, queues := range c.Lanes {
-		l := &lane{ring: r, number: i, queues: make([]laneQueue, len(queues)),
+		l := &lane{ring: r, number: i, laneQueues: laneQueues{queues: make([]laneQueue, len(queues))},
 			cells: c.DMA[i*cells : (i+1)*cells], cellsBase: c.DMABase + uint64(i*cells)}
 		for d := range queues {
 			l.queues[d].attach(&queues[d])
