@@ -218,8 +218,25 @@ func replayed(t *testing.T, trace, dir string, flags ...string) replayDocument {
 		flags...)...))
 }
 
-func TestBinaryIsStatic(t *testing.T) {
+// glibc is all that the binary may want of the system: by it libcuda is opened where there is one.
+var glibc = []string{"libc.so.6", "libdl.so.2", "libpthread.so.0", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+
+func TestBinaryNeedsOnlyLibc(t *testing.T) {
 	f, err := elf.Open(builtBinary(t))
+	require.NoError(t, err)
+	defer f.Close()
+	libraries, err := f.ImportedLibraries()
+	require.NoError(t, err)
+	require.Subset(t, glibc, libraries)
+}
+
+func TestBinaryWithoutGPUIsStatic(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "tuttifs")
+	cmd := exec.Command("go", "build", "-tags", "nogpu", "-trimpath", "-o", path, ".")
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	out, err := cmd.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	f, err := elf.Open(path)
 	require.NoError(t, err)
 	defer f.Close()
 	for _, p := range f.Progs {

@@ -22,8 +22,8 @@ import (
 	"tuttifs/cuda"
 )
 
-// Kernel is what a kernel does. It returns when the grid would be done. params is a copy of the launch's, as long as the
-// PTX says that the parameter is.
+// Kernel is what a kernel does. It returns when the grid would be done. params is a copy of the launch's, as long as
+// the PTX says that the parameter is.
 //
 // Memory that it shares with Go code may be of the Go heap (registered host memory), and what Go code sees of the
 // kernel's progress is words in memory, which the race detector does not take for synchronization: kernels access such
