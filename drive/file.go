@@ -59,6 +59,26 @@ func (f *file) enter(op string, off, n int64) error {
 	return nil
 }
 
+// Grow makes a regular file longer; what is new reads as zeroes. Nobody else may use the drive meanwhile.
+func (f *file) Grow(size int64) error {
+	if f.kind != File || size < f.size || size%UnitBytes != 0 {
+		return fmt.Errorf("drive %s: grow to %d bytes: %w", f.name, size, ErrNotSupported)
+	}
+	if err := f.enterWrite("grow", 0, 0); err != nil {
+		return err
+	}
+	defer f.leave()
+	err := retry(func() error { return unix.Ftruncate(f.fd, size) })
+	if err == nil {
+		err = retry(func() error { return unix.Fsync(f.fd) })
+	}
+	if err != nil {
+		return ioError(f.name, "grow", f.size, size-f.size, err)
+	}
+	f.size = size
+	return nil
+}
+
 func (f *file) leave() { f.life.RUnlock() }
 
 func (f *file) enterWrite(op string, off, n int64) error {

@@ -190,7 +190,7 @@ func (p *FormatPlan) segmentsOf(d drive.Drive) uint64 {
 	if end <= p.region.SegmentUnit {
 		return 0
 	}
-	return min((end-p.region.SegmentUnit)/uint64(p.region.SegmentUnits), 1<<24)
+	return min((end-p.region.SegmentUnit)/uint64(p.region.SegmentUnits), ondisk.MaxSegments)
 }
 
 // Format writes labels, superblocks, an empty journal and catalog to the drives, and flushes.

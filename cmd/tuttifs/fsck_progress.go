@@ -20,9 +20,9 @@ type fsckProgress struct {
 	next time.Time
 }
 
-// newFsckProgress returns one that says nothing if fd is negative.
-func newFsckProgress(e *env, fd int) (*fsckProgress, error) {
-	p := &fsckProgress{e: e}
+// newFsckProgress returns one that draws on a terminal if fd is negative and draw is set.
+func newFsckProgress(e *env, fd int, draw bool) (*fsckProgress, error) {
+	p := &fsckProgress{e: e, draw: draw && fd < 0}
 	switch {
 	case fd == 0:
 		p.draw = true

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"encoding/json"
@@ -16,6 +17,7 @@ import (
 
 	"tuttifs/drive"
 	"tuttifs/extentmap"
+	"tuttifs/extentmap/check"
 )
 
 // volumeFiles formats n drive files.
@@ -61,7 +63,7 @@ func TestFsckClean(t *testing.T) {
 		require.Contains(t, stdout, "Pass 1: labels\nPass 2: superblocks\n")
 		require.Contains(t, stdout, "clean: 0 files in 0 pools on 3 drives")
 	}
-	for _, flag := range []string{"-p", "-a", "-q", "-pa"} {
+	for _, flag := range []string{"-p", "-a", "-q", "-pa", "-pf"} {
 		code, stdout, stderr := runInProcess(t, "fsck.tuttifs", flag, paths[0])
 		require.Zero(t, code)
 		require.Empty(t, stdout+stderr, "%s is silent when all is well", flag)
@@ -71,13 +73,13 @@ func TestFsckClean(t *testing.T) {
 func TestFsckDamage(t *testing.T) {
 	paths := volumeFiles(t, 3)
 	overwrite(t, paths[1], 4096) // a superblock
-	for _, flag := range []string{"-n", "-p", "-a", "-y", "-q", "-f"} {
+	for _, flag := range []string{"-n", "-q", "-f", "-v"} {
 		code, stdout, stderr := runInProcess(t, "tuttifs", "fsck", flag, paths[0])
 		require.Equal(t, 4, code, flag)
 		require.Empty(t, stderr)
 		require.Contains(t, stdout, "error: superblock: "+paths[1]+": block 1: ")
 		require.Contains(t, stdout, "kv0 (")
-		require.Contains(t, stdout, "DAMAGED: 1 errors, 0 warnings; repair needs a person")
+		require.Contains(t, stdout, "DAMAGED: 1 errors, 0 warnings; -y repairs what can be")
 	}
 	before, err := os.ReadFile(paths[1])
 	require.NoError(t, err)
@@ -94,6 +96,80 @@ func TestFsckDamage(t *testing.T) {
 	after, err := os.ReadFile(paths[1])
 	require.NoError(t, err)
 	require.True(t, bytes.Equal(before, after), "nothing is written")
+}
+
+func TestFsckRepairs(t *testing.T) {
+	paths := volumeFiles(t, 3)
+	for _, flag := range []string{"-p", "-a", "-y", "-yf"} {
+		overwrite(t, paths[1], 4096)
+		code, stdout, stderr := runInProcess(t, "fsck.tuttifs", flag, paths[0])
+		require.Equal(t, 1, code, stdout)
+		require.Empty(t, stderr)
+		require.Contains(t, stdout, "repaired, 1 errors, 0 files given up")
+		require.Contains(t, stdout, "repair: it is written anew from another copy")
+		code, stdout, _ = runInProcess(t, "fsck.tuttifs", flag, paths[0])
+		require.Zero(t, code, stdout)
+	}
+	overwrite(t, paths[0], 4096)
+	code, stdout, _ := runInProcess(t, "tuttifs", "fsck", "-y", "--json", paths[0])
+	require.Equal(t, 1, code)
+	var doc fsckDocument
+	require.NoError(t, json.Unmarshal([]byte(stdout), &doc))
+	require.Equal(t, []any{uint64(1), uint64(1), uint64(0), 1},
+		[]any{doc.Errors, doc.Repaired, doc.ErrorsLeft, doc.ExitStatus})
+	require.Equal(t, []any{"safe", true}, []any{doc.Findings[0].Repair, doc.Findings[0].Repaired})
+
+	// What a person should agree to is left by -p: both copies of a label.
+	for _, off := range []int64{0, 4<<20 - 4096} {
+		overwrite(t, paths[2], off)
+	}
+	code, stdout, _ = runInProcess(t, "fsck.tuttifs", "-pf", paths[0], paths[2])
+	require.Equal(t, 4, code, stdout)
+	require.Contains(t, stdout, "nothing was repaired: drive 2 is missing")
+	code, stdout, _ = runInProcess(t, "fsck.tuttifs", "-y", paths[0], paths[2])
+	require.Equal(t, 4, code, "nothing proves that an empty volume's third drive is it: %s", stdout)
+}
+
+// The clean mark saves -p the record tables, and nobody else.
+func TestFsckQuick(t *testing.T) {
+	paths := volumeFiles(t, 2)
+	code, stdout, _ := runInProcess(t, "fsck.tuttifs", "-p", "--json", paths[0])
+	require.Zero(t, code)
+	require.Contains(t, stdout, `"skipped": true`)
+	for _, flags := range []string{"-pf", "-n", "-y", "-f"} {
+		code, stdout, _ = runInProcess(t, "fsck.tuttifs", flags, "--json", paths[0])
+		require.Zero(t, code)
+		require.Contains(t, stdout, `"skipped": false`, flags)
+	}
+}
+
+// Each repair is asked for where somebody can answer.
+func TestFsckAsks(t *testing.T) {
+	finding := check.Finding{Severity: check.Error, Pass: check.PassLabels, Structure: "label", Block: check.NoBlock,
+		Message: "spoilt", Repair: check.RepairSafe, Fix: "it is mended"}
+	for _, x := range []struct {
+		answers string
+		want    []bool
+	}{
+		{"y\nn\nYES\n", []bool{true, false, true}},
+		{"what?\n\ny\nn\ny", []bool{true, false, true}},
+		{"n\na\n", []bool{false, true, true}},
+		{"y\ne\n", []bool{true, false, false}},
+		{"", []bool{false, false, false}},
+	} {
+		var out bytes.Buffer
+		e := &env{stdout: &out, stderr: &out}
+		r := &fsckReport{o: &fsckOptions{}, e: e, tell: &fsckProgress{e: e},
+			answers: bufio.NewReader(strings.NewReader(x.answers))}
+		var got []bool
+		for range 3 {
+			got = append(got, r.ask(finding))
+			r.add(finding)
+		}
+		require.Equal(t, x.want, got, "%q", x.answers)
+		require.Equal(t, 3, strings.Count(out.String(), "error: label: spoilt"), "each is printed once")
+		require.Contains(t, out.String(), "repair: it is mended? [y]es")
+	}
 }
 
 func TestFsckOperational(t *testing.T) {
@@ -119,7 +195,7 @@ func TestFsckOperational(t *testing.T) {
 
 	for _, argv := range []string{"fsck -n -p x", "fsck -y -n x", "fsck -a -y x", "fsck -n", "fsck -C x y",
 		"fsck -C 977 x",
-		"fsck --parallel 0 x"} {
+		"fsck --parallel -1 x"} {
 		code, stdout, stderr := runInProcess(t, append([]string{"tuttifs"}, strings.Fields(argv)...)...)
 		require.Equal(t, 16, code, argv)
 		require.Empty(t, stdout)
@@ -135,6 +211,7 @@ func TestFsckBusy(t *testing.T) {
 		code, _, stderr := runInProcess(t, "tuttifs", "fsck", flag, paths[1])
 		require.Equal(t, 8, code)
 		require.Contains(t, stderr, "unmount the volume, or look at it with -n")
+		require.Contains(t, stderr, "in use by another process")
 	}
 	code, stdout, stderr := runInProcess(t, "tuttifs", "fsck", "-n", paths[1])
 	require.Zero(t, code, stdout)

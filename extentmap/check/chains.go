@@ -40,8 +40,10 @@ func (s *records) checkChains(q *pool) error {
 		}
 		s.at(q, slot, warningf("record", "", "position %d, its parent's is %d", x.Position, parent.Position))
 		if x.Position <= parent.Position && q.inCycle(slot, walked) {
-			s.at(q, slot, errorf("record", "evict the files of the chain",
-				"its chain of parents leads back to itself"))
+			if s.at(q, slot, errorf("record", "evict the files of the chain",
+				"its chain of parents leads back to itself").ask(fixDrop)) {
+				s.c.drop(q, slot)
+			}
 		}
 	})
 	if orphans > 0 {

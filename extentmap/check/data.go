@@ -12,7 +12,9 @@ import (
 )
 
 const (
-	defaultParallel = 8
+	// parallelPerDrive objects are read at once from each drive by default, and parallelLeast in all.
+	parallelPerDrive = 4
+	parallelLeast    = 8
 	// dataBatch is how many files a reader takes at once.
 	dataBatch = 16
 )
@@ -22,6 +24,8 @@ type file struct {
 	pool *pool
 	row  *row
 	slot uint32
+	// record is as of when the file was handed out: others of its block may be given up meanwhile.
+	record ondisk.Record
 }
 
 // checkData reads all payloads and verifies them against their trailers.
@@ -29,7 +33,7 @@ func (c *checker) checkData() error {
 	work := make(chan []file)
 	readers := c.o.Parallel
 	if readers <= 0 {
-		readers = defaultParallel
+		readers = max(parallelLeast, parallelPerDrive*c.result.Drives)
 	}
 	var group sync.WaitGroup
 	counts := make([]struct{ objects, bytes uint64 }, readers)
@@ -49,7 +53,9 @@ func (c *checker) checkData() error {
 			defer drive.FreeBuffer(r.buffer)
 			for batch := range work {
 				for _, f := range batch {
-					r.verify(f)
+					if r.verify(f) {
+						c.giveUp(f)
+					}
 				}
 			}
 			counts[i].objects, counts[i].bytes = r.objects, r.bytes
@@ -71,7 +77,7 @@ func (c *checker) checkData() error {
 // sendFiles hands out all committed slots.
 func (c *checker) sendFiles(work chan<- []file) error {
 	var batch []file
-	done := uint64(0)
+	done, total := uint64(0), c.result.Files
 	var stop error
 	flush := func() {
 		select {
@@ -79,16 +85,21 @@ func (c *checker) sendFiles(work chan<- []file) error {
 			stop = c.ctx.Err()
 		case work <- batch:
 			done += uint64(len(batch))
-			c.progress(done, c.result.Files)
+			c.progress(done, total)
 		}
 		batch = nil
 	}
 	for _, q := range c.sortedPools() {
-		q.each(func(slot uint32, r *row, _ []byte) {
+		if q.layout == nil {
+			continue
+		}
+		q.each(func(slot uint32, r *row, rec []byte) {
 			if stop != nil {
 				return
 			}
-			if batch = append(batch, file{q, r, slot}); len(batch) == dataBatch {
+			f := file{pool: q, row: r, slot: slot}
+			f.record.Decode(rec)
+			if batch = append(batch, f); len(batch) == dataBatch {
 				flush()
 			}
 		})
@@ -114,10 +125,9 @@ type dataReader struct {
 	bytes   uint64
 }
 
-// verify reads one file, rank by rank: the trailer first, then what it vouches for.
-func (r *dataReader) verify(f file) {
-	var rec ondisk.Record
-	rec.Decode(f.pool.record(f.slot))
+// verify reads one file, rank by rank: the trailer first, then what it vouches for. It says whether to give it up.
+func (r *dataReader) verify(f file) (giveUp bool) {
+	rec := &f.record
 	key := seedKey{f.pool.ID, rec.Tenant}
 	poolSeed, known := r.seeds[key]
 	if !known {
@@ -130,20 +140,25 @@ func (r *dataReader) verify(f file) {
 		objects := l.RankObjects(rank)
 		r.sums = append(r.sums[:0], make([]uint64, len(objects))...)
 		trailer := l.TrailerObject(rank)
-		b, ok := r.read(f, trailer)
-		if !ok {
+		b, bad := r.read(f, trailer)
+		giveUp = giveUp || bad
+		if b == nil {
 			continue
 		}
 		if !checksum.ParseTrailer(b, seed, rank, trailer, r.sums) {
-			r.bad(f, trailer, fmt.Sprintf("the trailer of rank %d is damaged", rank))
+			giveUp = r.bad(f, trailer, fmt.Sprintf("the trailer of rank %d is damaged", rank)) || giveUp
 			continue
 		}
 		for i, o := range objects {
-			if b, ok = r.read(f, o); ok && checksum.Sum(seed, rank, o, b) != r.sums[i] {
-				r.bad(f, o, fmt.Sprintf("wrong checksum (layer %d, rank %d)", l.Geometry().Objects[o].Layer, rank))
+			b, bad = r.read(f, o)
+			giveUp = giveUp || bad
+			if b != nil && checksum.Sum(seed, rank, o, b) != r.sums[i] {
+				giveUp = r.bad(f, o, fmt.Sprintf("wrong checksum (layer %d, rank %d)", l.Geometry().Objects[o].Layer,
+					rank)) || giveUp
 			}
 		}
 	}
+	return giveUp
 }
 
 // place is where an object of a file lies; m is nil if its drive is missing.
@@ -153,25 +168,49 @@ func (r *dataReader) place(f file, object uint16) (m *member, unit uint64) {
 	return r.c.member(e.Drive()), e.Unit() + at
 }
 
-// read is the object's payload; ok is false if it could not be had.
-func (r *dataReader) read(f file, object uint16) (payload []byte, ok bool) {
+// read is the object's payload, nil if it could not be had. giveUp says that it never will: a drive that reads nothing
+// at all any more may come back.
+func (r *dataReader) read(f file, object uint16) (payload []byte, giveUp bool) {
 	m, unit := r.place(f, object)
-	if m == nil {
+	if m == nil || m.lost.Load() {
 		return nil, false
 	}
 	l := f.pool.layout
-	if err := read(m, r.buffer[:l.ObjectUnits(object)*ondisk.BlockBytes], unit); err != nil {
-		r.bad(f, object, fmt.Sprintf("cannot be read: %v", err))
+	err := read(m, r.buffer[:l.ObjectUnits(object)*ondisk.BlockBytes], unit)
+	switch {
+	case err != nil && !m.answers():
+		if !m.lost.Swap(true) {
+			r.c.volume(errorf("drive", "attach it again; its files are not judged",
+				"%s reads nothing any more: %v", m.Name(), err))
+			r.c.must(false, m.Name()+" reads nothing any more")
+		}
 		return nil, false
+	case err != nil:
+		return nil, r.bad(f, object, fmt.Sprintf("cannot be read: %v", err))
 	}
 	r.objects++
 	r.bytes += uint64(l.ObjectBytes(object))
-	return r.buffer[:l.ObjectBytes(object)], true
+	return r.buffer[:l.ObjectBytes(object)], false
 }
 
-// bad reports an object at its place.
-func (r *dataReader) bad(f file, object uint16, what string) {
+// answers says whether a drive still reads any of its label's places.
+func (m *member) answers() bool {
+	b := drive.AlignedBuffer(ondisk.BlockBytes)
+	defer drive.FreeBuffer(b)
+	return read(m, b, 0) == nil || read(m, b, m.label.Units-1) == nil
+}
+
+// bad reports an object at its place. It says whether its file is given up.
+func (r *dataReader) bad(f file, object uint16, what string) bool {
 	m, unit := r.place(f, object)
-	r.c.at(m, unit, errorf("object", "reading it is a miss; evict the file to make room", "%s: object %d: %s",
-		slotName(f.pool, f.slot), object, what))
+	return r.c.at(m, unit, errorf("object", "reading it is a miss; evict the file to make room",
+		"pool %d (%s): slot %d (file %x): object %d: %s", f.pool.ID, f.pool.Name, f.slot, f.record.Key[:8], object,
+		what).ask("the file is given up"))
+}
+
+// giveUp drops the record of a damaged file.
+func (c *checker) giveUp(f file) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.drop(f.pool, f.slot)
 }

@@ -17,7 +17,12 @@ func (c *checker) checkJournal() error {
 		return nil
 	}
 	j := ondisk.Journal{First: r.JournalUnit, Blocks: r.JournalBlocks, Tag: c.tag, Nonce: s.Nonce}
-	members := c.metadata()
+	var members []*member
+	for _, m := range c.metadata() {
+		if !m.behind {
+			members = append(members, m)
+		}
+	}
 	rings := make([][]byte, len(members))
 	for i, m := range members {
 		b := drive.AlignedBuffer(int(r.JournalBlocks) * ondisk.BlockBytes)
@@ -29,33 +34,76 @@ func (c *checker) checkJournal() error {
 			return err
 		}
 	}
-	var batches []uint64
-	scan, err := j.Replay(rings, s.Tail, s.Chain, func(sequence uint64, b []byte) error {
-		batches = append(batches, sequence)
-		if err := ondisk.VisitEntries(b, &entries{c: c, from: "journal"}); err != nil {
-			c.volume(errorf("journal", "report this as a defect: the checksum is right", "block %d: %v", sequence,
-				err))
-		}
-		return nil
-	})
+	batches, scan, gap, err := c.replay(&j, rings)
 	if err != nil {
 		return err
 	}
+	c.head = scan.Head
 	c.result.Transactions = uint64(len(batches))
-	if scan.Damaged {
-		c.volume(errorf("journal", "files committed last are lost; save what is needed and format the volume anew",
-			"block %d (unit %d) is whole on no metadata drive, and batches follow it", scan.Head, j.Unit(scan.Head)))
-	}
 	if c.label.Clean && len(batches) > 0 {
 		c.volume(errorf("journal", "mount and unmount the volume",
-			"%d batches after the last checkpoint of a volume that was unmounted",
-			len(batches)))
+			"%d batches after the last checkpoint of a volume that was unmounted", len(batches)).
+			safe("they are brought into the record tables"))
 	} else if len(batches) > 0 {
 		c.volume(notef("journal", "", "%d batches are not yet in the record tables; they are taken into account",
 			len(batches)))
 	}
-	c.compareRings(&j, members, rings, batches, scan.Head)
+	if !gap {
+		c.compareRings(&j, members, rings, batches, scan.Head)
+	}
 	return nil
+}
+
+// replay brings the journal's batches into memory. Where one is damaged on all drives and later ones are whole, those
+// count if the repair is asked for: an entry says what a slot is, and not how it changed.
+func (c *checker) replay(j *ondisk.Journal, rings [][]byte) (batches []uint64, scan ondisk.Scan, gap bool, err error) {
+	tail, chain := c.super.Tail, c.super.Chain
+	for {
+		scan, err = j.Replay(rings, tail, chain, func(sequence uint64, b []byte) error {
+			batches = append(batches, sequence)
+			if err := ondisk.VisitEntries(b, &entries{c: c, from: "journal"}); err != nil {
+				c.must(c.volume(errorf("journal", "report this as a defect: the checksum is right",
+					"block %d: %v", sequence, err).ask("the rest of its batch is left out")),
+					"the journal cannot be read to its end")
+			}
+			return nil
+		})
+		if err != nil || !scan.Damaged {
+			return batches, scan, gap, err
+		}
+		gap = true
+		if !c.must(c.volume(errorf("journal", "files committed last are lost; have it repaired",
+			"block %d (unit %d) is whole on no metadata drive, and batches follow it", scan.Head, j.Unit(scan.Head)).
+			ask("its batch is given up, and those that follow count")), "batches of the journal are lost") {
+			return batches, scan, gap, nil
+		}
+		if tail, chain = c.nextBatch(j, rings, scan.Head); tail == scan.Head {
+			return batches, scan, gap, nil // a later block is whole, and its batch is not
+		}
+	}
+}
+
+// nextBatch is where a batch begins behind a damaged one, and the chain that its first block has; head if none does.
+func (c *checker) nextBatch(j *ondisk.Journal, rings [][]byte, head uint64) (tail uint64, chain uint32) {
+	for s := head + 1; s-c.super.Tail < j.Blocks; s++ {
+		for _, ring := range rings {
+			off := s % j.Blocks * ondisk.BlockBytes
+			if ring == nil {
+				continue
+			}
+			if at, _, err := j.Open(ring[off:off+ondisk.BlockBytes], s); err == nil && at.Index == 0 {
+				return s, at.Chain
+			}
+		}
+	}
+	return head, 0
+}
+
+// extent is a range of a drive's units.
+type extent struct {
+	m     *member
+	first uint64
+	units uint64
 }
 
 // readRing reads a drive's journal block range by range: what cannot be read stays zero, which no journal block is.
@@ -64,8 +112,12 @@ func (c *checker) readRing(m *member, b []byte, first uint64) bool {
 	some := false
 	for at := 0; at < len(b); at += step {
 		unit := first + uint64(at/ondisk.BlockBytes)
-		if err := read(m, b[at:min(at+step, len(b))], unit); err != nil {
-			c.at(m, unit, errorf("journal", "replace the drive", "cannot be read: %v", err))
+		part := b[at:min(at+step, len(b))]
+		if err := read(m, part, unit); err != nil {
+			clear(part)
+			c.at(m, unit, errorf("journal", "replace the drive", "cannot be read: %v", err).
+				safe("the journal is begun anew"))
+			c.unreadable = append(c.unreadable, extent{m, unit, uint64(len(part)) / ondisk.BlockBytes})
 			continue
 		}
 		some = true
@@ -85,7 +137,8 @@ func (c *checker) compareRings(j *ondisk.Journal, members []*member, rings [][]b
 			continue
 		}
 		last := batches[len(batches)-1] // head is beyond scan.Head, so there is one
-		p := errorf("journal", advice, "this copy ends at block %d, the other at %d", scan.Head, head)
+		p := errorf("journal", advice, "this copy ends at block %d, the other at %d", scan.Head, head).
+			safe("its batches are brought into the record tables, and the journal is begun anew")
 		if scan.Head == last {
 			p = c.tornOr(p)
 		}

@@ -9,44 +9,73 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-const adviceCopy = "the other copy is whole, and the volume can be mounted; the next mount writes both"
+const (
+	adviceCopy = "the other copy is whole, and the volume can be mounted; the next mount writes both"
+	fixLabel   = "both copies are written anew"
+)
 
 // checkLabels finds out which drives are members and what the volume agrees on.
 func (c *checker) checkLabels(drives []drive.Drive) error {
 	var found []*member
+	var bare []bareDrive
 	for _, d := range drives {
-		l, err := c.readLabels(d)
-		if err != nil {
+		m, none, err := c.readLabels(d)
+		switch {
+		case err != nil:
 			return err
-		}
-		if l != nil {
-			found = append(found, &member{Drive: d, label: l})
+		case m != nil:
+			found = append(found, m)
+		default:
+			bare = append(bare, bareDrive{d, none})
 		}
 	}
 	if len(found) == 0 {
+		for _, b := range bare {
+			c.at(b.Drive, 0, b.problem("leave the drive out, or restore it from a copy"))
+		}
 		return ErrNotVolume
 	}
-	c.label = found[0].label
-	for _, m := range found {
-		if m.label.Volume == c.label.Volume && m.label.Sequence > c.label.Sequence {
-			c.label = m.label
-		}
+	if err := c.chooseLabel(found); err != nil {
+		return err
 	}
-	c.tag = ondisk.VolumeTag(c.label.Volume)
-	c.result.Volume, c.result.Label, c.result.Clean = c.label.Volume, c.label.Name, c.label.Clean
 	for _, m := range found {
 		c.admit(m)
+	}
+	if err := c.adopt(bare); err != nil {
+		return err
 	}
 	for i := range c.label.Members {
 		if s := &c.label.Members[i]; s.State == ondisk.DriveActive && c.members[i] == nil {
 			c.volume(errorf("label", "attach the drive, or name its path", "drive %d (%s, %d bytes) is missing", i,
 				formatUUID(s.UUID), s.Units*ondisk.BlockBytes))
+			c.must(false, fmt.Sprintf("drive %d is missing: a repair without it would leave it behind", i))
 		}
 	}
 	if !c.label.Clean {
 		c.volume(notef("label", "",
-			"the volume was not unmounted, or is mounted now: its journal is checked as well"))
+			"the volume was not unmounted, or is mounted now: its journal is checked as well").
+			safe("the journal is brought into the record tables, and the volume is clean"))
 	}
+	return nil
+}
+
+// chooseLabel finds the label that the volume goes by: the newest, or that of the drive to trust.
+func (c *checker) chooseLabel(found []*member) error {
+	c.label = found[0].label
+	trusted := false
+	for _, m := range found {
+		switch {
+		case c.o.Trust != "" && m.Name() == c.o.Trust:
+			c.label, trusted = m.label, true
+		case !trusted && m.label.Volume == c.label.Volume && m.label.Sequence > c.label.Sequence:
+			c.label = m.label
+		}
+	}
+	if c.o.Trust != "" && !trusted {
+		return fmt.Errorf("check: %s, which is to be trusted, is not among the drives with a label", c.o.Trust)
+	}
+	c.tag = ondisk.VolumeTag(c.label.Volume)
+	c.result.Volume, c.result.Label, c.result.Clean = c.label.Volume, c.label.Name, c.label.Clean
 	return nil
 }
 
@@ -59,6 +88,7 @@ type labelCopy struct {
 
 func readLabelCopy(d drive.Drive, unit uint64) labelCopy {
 	b := drive.AlignedBuffer(ondisk.BlockBytes)
+	defer drive.FreeBuffer(b)
 	if err := read(d, b, unit); err != nil {
 		return labelCopy{unit: unit, err: err}
 	}
@@ -66,37 +96,58 @@ func readLabelCopy(d drive.Drive, unit uint64) labelCopy {
 	return labelCopy{unit, l, err}
 }
 
-// readLabels compares both copies of a drive's label and returns the one that counts, nil if there is none.
-func (c *checker) readLabels(d drive.Drive) (*ondisk.Label, error) {
+// grower is a drive that can be made longer: a regular file.
+type grower interface{ Grow(size int64) error }
+
+// readLabels compares both copies of a drive's label and returns the one that counts. If there is none it returns why.
+func (c *checker) readLabels(d drive.Drive) (m *member, none error, err error) {
 	first := readLabelCopy(d, 0)
 	last := readLabelCopy(d, units(d)-1)
 	if l := first.label; first.err == nil && l.Units != units(d) {
-		if l.Units > units(d) {
-			c.at(d, NoBlock, errorf("label", "restore its size, or replace the drive",
-				"%d bytes, the label says %d", d.Size(),
-				l.Units*ondisk.BlockBytes))
+		if l.Units > units(d) && !c.lengthen(d, l) {
+			c.must(false, d.Name()+" is shorter than it was formatted")
 		}
 		last = readLabelCopy(d, l.Units-1) // a drive that grew has it inside
 	}
 	for _, copy := range []labelCopy{first, last} {
 		if errors.Is(copy.err, ondisk.ErrVersion) || errors.Is(copy.err, ondisk.ErrFeature) {
-			return nil, fmt.Errorf("%w: %s: %w", ErrNewer, d.Name(), copy.err)
+			return nil, nil, fmt.Errorf("%w: %s: %w", ErrNewer, d.Name(), copy.err)
 		}
 	}
+	m = &member{Drive: d, badFirst: first.err != nil, badLast: last.err != nil}
 	switch {
 	case first.err != nil && last.err != nil:
-		c.at(d, 0, errorf("label", "leave the drive out, or restore it from a copy",
-			"no label: %v; and at block %d: %v",
-			first.err, last.unit, last.err))
-		return nil, nil
+		return nil, fmt.Errorf("no label: %w; and at block %d: %w", first.err, last.unit, last.err), nil
 	case first.err != nil:
-		c.at(d, first.unit, errorf("label", adviceCopy, "the first copy is bad: %v", first.err))
-		return last.label, nil
+		c.at(d, first.unit, errorf("label", adviceCopy, "the first copy is bad: %v", first.err).safe(fixLabel))
+		m.label = last.label
 	case last.err != nil:
-		c.at(d, last.unit, errorf("label", adviceCopy, "the second copy is bad: %v", last.err))
-		return first.label, nil
+		c.at(d, last.unit, errorf("label", adviceCopy, "the second copy is bad: %v", last.err).safe(fixLabel))
+		m.label = first.label
+	default:
+		m.label = c.compareCopies(d, first.label, last.label)
 	}
-	return c.compareCopies(d, first.label, last.label), nil
+	return m, nil, nil
+}
+
+// lengthen reports a drive that is shorter than its label says. A file can be made as long again; what lay behind its
+// end is gone: copies of metadata are there a second time, files are not.
+func (c *checker) lengthen(d drive.Drive, l *ondisk.Label) bool {
+	p := errorf("label", "restore its size, or replace the drive", "%d bytes, the label says %d", d.Size(),
+		l.Units*ondisk.BlockBytes)
+	g, file := d.(grower)
+	if !file || d.Kind() == drive.Block {
+		c.at(d, NoBlock, p)
+		return false
+	}
+	if !c.at(d, NoBlock, p.ask("the file is made as long again: files that lay behind its end are misses")) {
+		return false
+	}
+	if err := g.Grow(int64(l.Units) * ondisk.BlockBytes); err != nil {
+		c.at(d, NoBlock, errorf("label", "make room, and repair again", "cannot be made longer: %v", err))
+		return false
+	}
+	return true
 }
 
 // compareCopies wants both copies of one drive equal. A writer makes the first durable before it begins the second.
@@ -108,11 +159,12 @@ func (c *checker) compareCopies(d drive.Drive, first, last *ondisk.Label) *ondis
 		return first
 	case a.Volume == b.Volume && a.Drive == b.Drive && a.Sequence > b.Sequence &&
 		(!a.Clean || a.Sequence == b.Sequence+1):
-		c.at(d, last.Unit, notef("label", "the next mount writes both", "the second copy is older than the first"))
+		c.at(d, last.Unit, notef("label", "the next mount writes both",
+			"the second copy is older than the first").safe(fixLabel))
 		return first
 	}
 	c.at(d, last.Unit, errorf("label", "mount and unmount the volume to write both",
-		"the copies differ (writings %d and %d)", a.Sequence, b.Sequence))
+		"the copies differ (writings %d and %d)", a.Sequence, b.Sequence).safe(fixLabel))
 	if b.Volume == a.Volume && b.Sequence > a.Sequence {
 		return last
 	}
@@ -135,16 +187,37 @@ func (c *checker) admit(m *member) {
 	}
 	if other := c.members[l.Index]; other != nil {
 		c.at(m, 0, errorf("label", "leave the copy out", "%s is the same drive %d", other.Name(), l.Index))
+		c.must(false, fmt.Sprintf("%s and %s are the same drive", other.Name(), m.Name()))
 		return
 	}
 	if !sameLayout(l, ref) {
-		c.at(m, 0, errorf("label", "restore the label from the drive's other copy",
-			"disagrees with the newest label about the layout"))
-		return
+		if !c.must(c.at(m, 0, errorf("label", "restore the label from the drive's other copy",
+			"disagrees with the newest label about the layout").ask("it is written as the newest label says")),
+			m.Name()+" disagrees about the layout") {
+			return
+		}
+		m.label = c.labelOf(m, l.Index)
 	}
-	c.members[l.Index] = m
-	c.result.Drives++
+	c.join(m)
 	c.checkMember(m)
+}
+
+func (c *checker) join(m *member) {
+	c.members[m.label.Index] = m
+	c.result.Drives++
+	m.behind = c.o.Trust != "" && !sameHistory(m.label, c.label)
+}
+
+// sameHistory says whether a drive stands where the trusted one does, or a step before or behind it: a mount that died
+// while it named its epoch acknowledged nothing.
+func sameHistory(l, trusted *ondisk.Label) bool {
+	switch {
+	case l.Epoch == trusted.Epoch:
+		return l.Nonce == trusted.Nonce
+	case l.Epoch < trusted.Epoch:
+		return !trusted.Clean && l.Epoch == trusted.Base && l.Nonce == trusted.Predecessor
+	}
+	return !l.Clean && l.Base == trusted.Epoch && l.Predecessor == trusted.Nonce
 }
 
 // checkMember compares what may change from writing to writing.
@@ -156,18 +229,22 @@ func (c *checker) checkMember(m *member) {
 	}
 	if x := l.ROCompat &^ ondisk.KnownROCompat; x != 0 {
 		c.at(m, 0, warningf("label", "use a newer version to write", "unknown features %#x: only for reading", x))
+		c.must(false, fmt.Sprintf("%s has features %#x, which only a newer version may write to", m.Name(), x))
 	}
-	same := l.Epoch == ref.Epoch && l.Nonce == ref.Nonce && l.Clean == ref.Clean && l.Members == ref.Members &&
-		l.Metadata == ref.Metadata && l.Holders == ref.Holders && l.Base == ref.Base && l.Name == ref.Name &&
-		l.Predecessor == ref.Predecessor && l.CreationTime == ref.CreationTime
+	same := l.Clean == ref.Clean && l.Members == ref.Members && l.Metadata == ref.Metadata &&
+		l.Holders == ref.Holders && l.Base == ref.Base && l.Name == ref.Name && l.Predecessor == ref.Predecessor &&
+		l.CreationTime == ref.CreationTime
 	switch {
+	case l.Epoch == ref.Epoch && l.Nonce != ref.Nonce:
+		// For checkEpochs to say.
 	case l.Sequence < ref.Sequence:
 		// Whether the drive missed something is for checkEpochs to say, once the superblock is known.
 		c.at(m, 0, notef("label", "the next mount writes it", "%d writings behind the newest label",
 			ref.Sequence-l.Sequence))
-	case !same:
-		c.at(m, 0, errorf("label", "use the drives that were mounted together",
-			"writing %d of epoch %d contradicts that of drive %d", l.Sequence, l.Epoch, ref.Index))
+	case !same && !m.behind:
+		c.must(c.at(m, 0, errorf("label", "use the drives that were mounted together",
+			"writing %d of epoch %d contradicts that of drive %d", l.Sequence, l.Epoch, ref.Index).
+			ask("it is written as that of the other drive")), m.Name()+" contradicts the newest label")
 	}
 }
 

@@ -19,9 +19,21 @@ type Members struct {
 	Busy   []string // those that somebody else has locked: they may change while they are read
 }
 
-// Open opens the given drives for reading, and the other members of their volume that lie in the same directories. A
-// drive that another process writes to is drive.ErrBusy unless busy is set: then it is opened without lock.
-func Open(paths []string, busy bool) (*Members, error) {
+// Access is what Open opens drives for.
+type Access uint8
+
+const (
+	// Read refuses drives that somebody else writes to.
+	Read Access = iota
+	// ReadBusy opens those too, without lock.
+	ReadBusy
+	// Write refuses drives that somebody else has at all, and keeps others out.
+	Write
+)
+
+// Open opens the given drives, and the other members of their volume that lie in the same directories. A drive that
+// another process has is drive.ErrBusy, but see Access.
+func Open(paths []string, a Access) (*Members, error) {
 	if len(paths) == 0 {
 		return nil, errors.New("check: no drive given")
 	}
@@ -31,8 +43,8 @@ func Open(paths []string, busy bool) (*Members, error) {
 	}
 	m := &Members{}
 	for _, path := range all {
-		d, err := drive.Open(path, drive.Options{ReadOnly: true})
-		if busy && errors.Is(err, drive.ErrBusy) {
+		d, err := drive.Open(path, drive.Options{ReadOnly: a != Write})
+		if a == ReadBusy && errors.Is(err, drive.ErrBusy) {
 			m.Busy = append(m.Busy, path)
 			d, err = drive.Open(path, drive.Options{ReadOnly: true, NoLock: true})
 		}

@@ -8,7 +8,10 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-const adviceEvict = "evict the file"
+const (
+	adviceEvict = "evict the file"
+	fixDrop     = "its record is dropped, and the file with it"
+)
 
 // records is what the records pass counts over all pools.
 type records struct {
@@ -33,22 +36,44 @@ func (c *checker) checkRecords() error {
 			return err
 		}
 	}
+	c.nextCommit = max(c.nextCommit, c.super.NextCommit, c.journaled)
 	slices.Sort(s.sequences)
 	for i := 1; i < len(s.sequences); i++ {
-		if s.sequences[i] == s.sequences[i-1] {
-			c.volume(errorf("record", "evict the files of that commit", "two records have commit sequence %d",
-				s.sequences[i]))
+		if n := s.sequences[i]; n == s.sequences[i-1] &&
+			c.volume(errorf("record", "evict the files of that commit", "two records have commit sequence %d", n).
+				ask("one of them gets the next one")) {
+			s.renumber(n)
 		}
 	}
 	s.checkTenants()
 	return nil
 }
 
+// renumber gives one record of a commit sequence another one.
+func (s *records) renumber(sequence uint64) {
+	for _, q := range s.c.sortedPools() {
+		for _, r := range q.numbered {
+			for i := range q.slotsPerRow {
+				rec := r.record(i)
+				n := rec[ondisk.RecordSeqOff:]
+				if ondisk.State(rec[ondisk.RecordStateOff]) != ondisk.StateCommitted ||
+					binary.LittleEndian.Uint64(n) != sequence {
+					continue
+				}
+				binary.LittleEndian.PutUint64(n, s.c.nextCommit)
+				s.c.nextCommit++
+				r.write(i/ondisk.RecordsPerBlock, writeBoth)
+				return
+			}
+		}
+	}
+}
+
 // each calls f for every committed slot.
 func (q *pool) each(f func(slot uint32, r *row, record []byte)) {
 	for _, r := range q.numbered {
 		for i := range q.slotsPerRow {
-			rec := r.table[ondisk.RecordOffset(i):][:ondisk.RecordBytes]
+			rec := r.record(i)
 			if ondisk.State(rec[ondisk.RecordStateOff]) == ondisk.StateCommitted {
 				f(r.Number*q.slotsPerRow+i, r, rec)
 			}
@@ -58,7 +83,17 @@ func (q *pool) each(f func(slot uint32, r *row, record []byte)) {
 
 // record is the encoded record of a slot that a row backs.
 func (q *pool) record(slot uint32) []byte {
-	return q.rows[slot/q.slotsPerRow].table[ondisk.RecordOffset(slot%q.slotsPerRow):][:ondisk.RecordBytes]
+	return q.rows[slot/q.slotsPerRow].record(slot % q.slotsPerRow)
+}
+
+// drop gives a file up: a repair writes its record free. It must be the pass's only goroutine, or hold mu.
+func (c *checker) drop(q *pool, slot uint32) {
+	r := q.rows[slot/q.slotsPerRow]
+	index := slot % q.slotsPerRow
+	clear(r.record(index))
+	r.write(index/ondisk.RecordsPerBlock, writeBoth)
+	c.result.Files--
+	c.result.GivenUp++
 }
 
 // step counts one record done and says whether to stop.
@@ -76,25 +111,30 @@ func (s *records) checkPool(q *pool) error {
 		return nil
 	}
 	q.index = make([]uint32, 1<<bits.Len64(2*q.files))
-	duplicates := uint64(0)
+	var twice []uint32
 	var stop error
 	q.each(func(slot uint32, _ *row, rec []byte) {
 		if stop != nil {
 			return
 		}
 		stop = s.step()
-		if q.insert(slot, rec) {
-			duplicates++
+		if !s.judge(q, slot, rec) {
+			s.c.drop(q, slot)
+			return
 		}
-		s.judge(q, slot, rec)
+		if loser, ok := q.insert(slot, rec); ok {
+			twice = append(twice, loser)
+		}
 	})
 	if stop != nil {
 		return stop
 	}
-	if duplicates > 0 {
-		s.c.volume(notef("record", "the next mount frees them",
-			"pool %d (%s): %d records whose key has a later record", q.ID, q.Name,
-			duplicates))
+	if len(twice) > 0 && s.c.volume(notef("record", "the next mount frees them",
+		"pool %d (%s): %d records whose key has a later record", q.ID, q.Name, len(twice)).safe("they are freed")) {
+		for _, slot := range twice {
+			s.c.drop(q, slot)
+			s.c.result.GivenUp-- // their keys have other files
+		}
 	}
 	if q.MaxSlots != 0 && q.files > uint64(q.MaxSlots) {
 		s.c.volume(notef("record", "", "pool %d (%s): %d files, the limit is %d now", q.ID, q.Name, q.files,
@@ -108,37 +148,47 @@ func (s *records) checkPool(q *pool) error {
 	return s.checkChains(q)
 }
 
-// judge checks one record by itself.
-func (s *records) judge(q *pool, slot uint32, rec []byte) {
+// sequenceLimit is far above what commits can reach.
+const sequenceLimit = 1 << 62
+
+// judge checks one record by itself, and says whether it stays.
+func (s *records) judge(q *pool, slot uint32, rec []byte) bool {
 	var x ondisk.Record
 	x.Decode(rec)
+	root := x.Parent == (ondisk.Key{})
+	var p problem
+	switch next := max(s.c.super.NextCommit, s.c.journaled); {
+	case x.Sequence >= sequenceLimit:
+		p = errorf("record", adviceEvict, "commit sequence %d, the volume has reached %d", x.Sequence, next)
+	case q.TokensPerFile != 0 && (x.Tokens == 0 || x.Tokens > q.TokensPerFile):
+		p = errorf("record", adviceEvict, "%d tokens, a file has 1 to %d", x.Tokens, q.TokensPerFile)
+	case root && x.Position != 0:
+		p = errorf("record", adviceEvict, "a root at position %d", x.Position)
+	case !root && x.Position == 0:
+		p = errorf("record", adviceEvict, "position 0, although it has a parent")
+	case x.Sequence >= next:
+		if s.at(q, slot, errorf("record", adviceEvict, "commit sequence %d, the volume has reached %d", x.Sequence,
+			next).ask("commits go on above it")) {
+			s.c.nextCommit = max(s.c.nextCommit, x.Sequence+1)
+		}
+	}
+	if p.message != "" && s.at(q, slot, p.ask(fixDrop)) {
+		return false
+	}
 	s.sequences = append(s.sequences, x.Sequence)
 	s.used[x.Tenant] += q.SlotUnits * ondisk.BlockBytes
-	root := x.Parent == (ondisk.Key{})
-	if next := max(s.c.super.NextCommit, s.c.journaled); x.Sequence >= next {
-		s.at(q, slot, errorf("record", adviceEvict, "commit sequence %d, the volume has reached %d", x.Sequence,
-			next))
-	}
-	if q.TokensPerFile != 0 && (x.Tokens == 0 || x.Tokens > q.TokensPerFile) {
-		s.at(q, slot, errorf("record", adviceEvict, "%d tokens, a file has 1 to %d", x.Tokens, q.TokensPerFile))
-	}
-	if root && x.Position != 0 {
-		s.at(q, slot, errorf("record", adviceEvict, "a root at position %d", x.Position))
-	}
-	if !root && x.Position == 0 {
-		s.at(q, slot, errorf("record", adviceEvict, "position 0, although it has a parent"))
-	}
+	return true
 }
 
-// at reports a problem of a slot's record, at its place in the first record table.
-func (s *records) at(q *pool, slot uint32, p problem) {
+// at reports a problem of a slot's record, at its place in the first record table. It says whether it will be repaired.
+func (s *records) at(q *pool, slot uint32, p problem) bool {
 	l := q.rows[slot/q.slotsPerRow].Tables[0]
-	f := Finding{Severity: p.severity, Structure: p.structure, Block: NoBlock, Advice: p.advice}
+	f := p.finding("", NoBlock)
 	f.Message = slotName(q, slot) + ": " + p.message
 	if m := s.c.member(l.Drive()); m != nil {
 		f.Drive, f.Block = m.Name(), l.Unit()+uint64(slot%q.slotsPerRow/ondisk.RecordsPerBlock)
 	}
-	s.c.report(f)
+	return s.c.report(f)
 }
 
 // hash spreads a key over the index.
@@ -147,23 +197,24 @@ func (q *pool) hash(key []byte) uint64 {
 	return h * 0x9e3779b97f4a7c15 >> 32
 }
 
-// insert puts a slot into the index. Of two with one key the one with the higher commit sequence stays; twice says
-// that there was one.
-func (q *pool) insert(slot uint32, rec []byte) (twice bool) {
+// insert puts a slot into the index. Of two with one key the one with the higher commit sequence stays; the other is
+// the loser.
+func (q *pool) insert(slot uint32, rec []byte) (loser uint32, twice bool) {
 	mask := uint64(len(q.index) - 1)
 	for i := q.hash(rec) & mask; ; i = (i + 1) & mask {
 		if q.index[i] == 0 {
 			q.index[i] = slot + 1
-			return false
+			return 0, false
 		}
 		other := q.record(q.index[i] - 1)
 		if string(other[:len(ondisk.Key{})]) != string(rec[:len(ondisk.Key{})]) {
 			continue
 		}
 		if binary.LittleEndian.Uint64(rec[ondisk.RecordSeqOff:]) > binary.LittleEndian.Uint64(other[ondisk.RecordSeqOff:]) {
-			q.index[i] = slot + 1
+			loser, q.index[i] = q.index[i]-1, slot+1
+			return loser, true
 		}
-		return true
+		return slot, true
 	}
 }
 

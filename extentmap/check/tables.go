@@ -56,72 +56,158 @@ func (q *pool) number() {
 	slices.SortFunc(q.numbered, func(a, b *row) int { return int(int64(a.Number) - int64(b.Number)) })
 }
 
-// copyState says what is known of one copy of one block.
+// copyState says what is known of one copy of one block; the higher is believed.
 type copyState uint8
 
 const (
 	copyAbsent  copyState = iota // its drive is missing
 	copyBad                      // unreadable or not the block
-	copyRead                     // read and opened
+	copyOld                      // the block, on a drive that missed a part of the history
 	copyInvalid                  // opened, and a record in it is not one
+	copyRead                     // read and opened
 )
+
+// copies are two bits of one block by copy: those that a repair writes, and those that hold nothing worth keeping,
+// which it writes first.
+type copies uint8
+
+const (
+	writeCopy copies = 1 << iota // << copy
+	_
+	emptyCopy // << copy
+	_
+
+	writeBoth = writeCopy | writeCopy<<1
+)
+
+// write notes that a repair writes copies of a block.
+func (r *row) write(block uint32, k copies) {
+	if r.writes == nil {
+		r.writes = make([]copies, r.pool.tableBlocks)
+	}
+	r.writes[block] |= k
+}
+
+// tableCopy is one copy of a row's table as it was read.
+type tableCopy struct {
+	bytes     []byte
+	states    []copyState
+	sequences []uint64
+	errs      map[uint32]error // of bad blocks
+}
 
 // checkTable leaves the row's table, changes applied, in r.table.
 func (c *checker) checkTable(r *row) error {
 	n := int(r.pool.tableBlocks) * ondisk.BlockBytes
 	r.table = drive.AlignedBuffer(n)
 	if r.fresh {
-		r.apply(r.table)
+		r.apply()
+		for block := range r.pool.tableBlocks {
+			r.write(block, writeBoth)
+		}
 		return nil
 	}
 	second := drive.AlignedBuffer(n)
 	defer drive.FreeBuffer(second)
-	var states [2][]copyState
+	var both [2]tableCopy
 	for i, b := range [][]byte{r.table, second} {
 		var err error
-		if states[i], err = c.readTable(r, i, b); err != nil {
+		if both[i], err = c.readTable(r, i, b); err != nil {
 			return err
 		}
 	}
-	r.apply(r.table)
-	r.apply(second)
 	for block := range r.pool.tableBlocks {
-		a := r.table[int(block)*ondisk.BlockBytes:][:ondisk.BlockBytes]
-		b := second[int(block)*ondisk.BlockBytes:][:ondisk.BlockBytes]
-		c.compareBlocks(r, block, a, b, states[0][block], states[1][block])
+		c.compareBlocks(r, block, &both)
 	}
+	r.apply()
 	return nil
 }
 
-// compareBlocks judges both copies of a block and leaves the better in a.
-func (c *checker) compareBlocks(r *row, block uint32, a, b []byte, first, second copyState) {
-	switch {
-	case first != copyRead && second == copyRead:
-		copy(a, b)
-	case first != copyRead && second == copyInvalid && first != copyInvalid:
-		copy(a, b)
-	case first != copyRead && second != copyRead && first != copyInvalid:
-		clear(a)
-		if first == copyAbsent && second == copyAbsent {
-			break // missing drives were reported
+// block is the bytes of one block.
+func (t *tableCopy) block(i uint32) []byte {
+	return t.bytes[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
+}
+
+// compareBlocks judges both copies of a block and leaves the better in the first. Of two that differ the one of the
+// later checkpoint counts: the other was not written although it should have been.
+func (c *checker) compareBlocks(r *row, block uint32, both *[2]tableCopy) {
+	a, b := both[0].block(block), both[1].block(block)
+	first, second := both[0].states[block], both[1].states[block]
+	lost := max(first, second) <= copyBad
+	for i := range both {
+		switch both[i].states[block] {
+		case copyOld:
+			r.write(block, (writeCopy|emptyCopy)<<i)
+		case copyBad:
+			r.write(block, emptyCopy<<i)
+			if c.badCopy(r, i, block, both[i].errs[block], lost) {
+				r.write(block, writeCopy<<i)
+			}
 		}
-		c.volume(errorf("record table", "its files are lost; mount the volume to have it written anew",
+	}
+	switch {
+	case lost && first == copyAbsent && second == copyAbsent: // missing drives were reported
+		clear(a)
+	case lost:
+		clear(a)
+		if !c.volume(errorf("record table", "its files are lost; mount the volume to have it written anew",
 			"row %d of pool %d: block %d is whole on no drive: %d slots are unknown", r.Number, r.Row.Pool, block,
-			ondisk.RecordsPerBlock))
-	case first == copyRead && second == copyRead && !sameRecords(a, b):
-		l := r.Tables[1]
-		c.at(c.members[l.Drive()], l.Unit()+uint64(block), errorf("record table",
-			"mount the volume and evict the files that the first copy holds there",
-			"row %d of pool %d: block %d: the copies hold different records", r.Number, r.Row.Pool, block))
+			ondisk.RecordsPerBlock).ask(fixEmpty)) {
+			r.writes[block] = 0
+		}
+	case second > first:
+		copy(a, b)
+	case first == copyRead && second == copyRead && !r.sameRecords(block, a, b):
+		c.differing(r, block, both)
 	}
 }
 
-// sameRecords compares all but the hit fields, which each copy takes from memory when it is written.
-func sameRecords(a, b []byte) bool {
+const fixEmpty = "it is written anew, empty"
+
+// badCopy reports one copy of a block that is not it. It says whether it will be written. lost: the other is bad too.
+func (c *checker) badCopy(r *row, number int, block uint32, err error, lost bool) bool {
+	l := r.Tables[number]
+	m := c.members[l.Drive()]
+	if m.behind {
+		return true // all that lies on it is written anew
+	}
+	p := c.tornOr(errorf("record table", adviceTable[number], "row %d of pool %d: copy %d of block %d is bad: %v",
+		r.Number, r.Row.Pool, number, block, err).safe("it is written anew from the other copy"))
+	if lost {
+		p = p.ask(fixEmpty)
+	}
+	return c.at(m, l.Unit()+uint64(block), p)
+}
+
+// differing decides between two copies that are both whole.
+func (c *checker) differing(r *row, block uint32, both *[2]tableCopy) {
+	later := 0
+	if both[1].sequences[block] > both[0].sequences[block] {
+		later = 1
+		copy(both[0].block(block), both[1].block(block))
+	}
+	l := r.Tables[1-later]
+	p := errorf("record table", "have it repaired", "row %d of pool %d: block %d: the copies hold different records",
+		r.Number, r.Row.Pool, block).safe("it is written anew from the other copy, which is newer")
+	if both[0].sequences[block] == both[1].sequences[block] {
+		p = p.ask("the first copy counts")
+	}
+	if c.at(c.members[l.Drive()], l.Unit()+uint64(block), p) {
+		r.write(block, writeCopy<<(1-later))
+	}
+}
+
+// sameRecords compares all but the hit fields, which each copy takes from memory when it is written. What the journal
+// changes may be in one copy and not in the other.
+func (r *row) sameRecords(block uint32, a, b []byte) bool {
 	for i := range ondisk.RecordsPerBlock {
 		x, y := ondisk.BlockRecord(a, i), ondisk.BlockRecord(b, i)
-		if string(x[:ondisk.RecordLastHitOff]) != string(y[:ondisk.RecordLastHitOff]) ||
-			string(x[ondisk.RecordHitsOff+4:]) != string(y[ondisk.RecordHitsOff+4:]) {
+		if string(x[:ondisk.RecordLastHitOff]) == string(y[:ondisk.RecordLastHitOff]) &&
+			string(x[ondisk.RecordHitsOff+4:]) == string(y[ondisk.RecordHitsOff+4:]) {
+			continue
+		}
+		index := block*ondisk.RecordsPerBlock + uint32(i)
+		if !slices.ContainsFunc(r.changes, func(k change) bool { return k.index == index }) {
 			return false
 		}
 	}
@@ -129,16 +215,17 @@ func sameRecords(a, b []byte) bool {
 }
 
 // readTable reads one copy of a row's table into b and judges each block of it. What is not right is zero in b.
-func (c *checker) readTable(r *row, number int, b []byte) ([]copyState, error) {
-	states := make([]copyState, r.pool.tableBlocks)
+func (c *checker) readTable(r *row, number int, b []byte) (tableCopy, error) {
+	t := tableCopy{bytes: b, states: make([]copyState, r.pool.tableBlocks),
+		sequences: make([]uint64, r.pool.tableBlocks), errs: make(map[uint32]error)}
 	at := r.Tables[number]
 	m := c.member(at.Drive())
 	if m == nil {
-		return states, nil
+		return t, nil
 	}
 	for first := uint32(0); first < r.pool.tableBlocks; first += readBlocks {
 		if err := c.ctx.Err(); err != nil {
-			return nil, err
+			return t, err
 		}
 		n := min(readBlocks, r.pool.tableBlocks-first)
 		part := b[int(first)*ondisk.BlockBytes:][:int(n)*ondisk.BlockBytes]
@@ -151,64 +238,79 @@ func (c *checker) readTable(r *row, number int, b []byte) ([]copyState, error) {
 				err = read(m, block, unit)
 			}
 			if err == nil {
-				err = c.openTable(r, block, ondisk.Locate(at.Drive(), unit), first+i)
+				err = c.openTable(r, block, ondisk.Locate(at.Drive(), unit), first+i, &t.sequences[first+i])
 			}
 			if err != nil {
 				clear(block)
-				states[first+i] = copyBad
-				c.at(m, unit, c.tornOr(errorf("record table", adviceTable[number],
-					"row %d of pool %d: copy %d of block %d is bad: %v",
-					r.Number, r.Row.Pool, number, first+i, err)))
+				t.states[first+i], t.errs[first+i] = copyBad, err
 				continue
 			}
-			states[first+i] = c.judgeRecords(r, m, unit, first+i, block)
+			t.states[first+i] = c.judgeRecords(r, m, number, first+i, block)
 		}
 	}
-	return states, nil
+	return t, nil
 }
 
-func (c *checker) openTable(r *row, b []byte, at ondisk.Locator, block uint32) error {
-	sequence, err := ondisk.OpenTable(b, at, c.tag, ondisk.TableID{Pool: r.Row.Pool, Row: r.Number, Block: block})
+// openTable checks that b is a block of a row's table, and notes which checkpoint wrote it.
+func (c *checker) openTable(r *row, b []byte, at ondisk.Locator, block uint32, sequence *uint64) error {
+	n, err := ondisk.OpenTable(b, at, c.tag, ondisk.TableID{Pool: r.Row.Pool, Row: r.Number, Block: block})
 	if err != nil {
 		return err
 	}
-	newest := c.super.Sequence
-	if !c.label.Clean {
-		newest++ // a checkpoint that was cut off
+	if m := c.member(at.Drive()); n > c.newest && (m == nil || !m.behind) {
+		return fmt.Errorf("written by checkpoint %d, the newest is %d", n, c.newest)
 	}
-	if sequence > newest {
-		return fmt.Errorf("written by checkpoint %d, the newest is %d", sequence, newest)
+	if sequence != nil {
+		*sequence = n
 	}
 	return nil
 }
 
+// validRecord says whether a record may be where it is: only those of the row's slots can be any.
+func (r *row) validRecord(block uint32, i int, rec []byte) bool {
+	return ondisk.ValidRecord(rec) &&
+		(block*ondisk.RecordsPerBlock+uint32(i) < r.pool.slotsPerRow || allZero(rec))
+}
+
 // judgeRecords empties what is not a record, and slots behind the row's last.
-func (c *checker) judgeRecords(r *row, m *member, unit uint64, block uint32, b []byte) copyState {
+func (c *checker) judgeRecords(r *row, m *member, number int, block uint32, b []byte) copyState {
 	state := copyRead
+	if m.behind {
+		state = copyOld
+	}
 	for i := range ondisk.RecordsPerBlock {
 		rec := ondisk.BlockRecord(b, i)
-		index := block*ondisk.RecordsPerBlock + uint32(i)
-		beyond := index >= r.pool.slotsPerRow && !allZero(rec)
-		if ondisk.ValidRecord(rec) && !beyond {
+		if r.validRecord(block, i, rec) {
 			continue
 		}
 		clear(rec)
+		if m.behind {
+			continue
+		}
 		state = copyInvalid
-		c.at(m, unit, errorf("record", "mounting drops it; its file is lost",
-			"row %d of pool %d: slot %d of the row holds no valid record",
-			r.Number, r.Row.Pool, index))
+		if c.at(m, r.Tables[number].Unit()+uint64(block), errorf("record", "mounting drops it; its file is lost",
+			"row %d of pool %d: slot %d of the row holds no valid record", r.Number, r.Row.Pool,
+			block*ondisk.RecordsPerBlock+uint32(i)).ask("it is dropped, unless the other copy has it")) {
+			r.write(block, writeCopy<<number)
+		}
 	}
 	return state
 }
 
-// apply makes the journal's changes in a table.
-func (r *row) apply(table []byte) {
+// apply makes the journal's changes in the table.
+func (r *row) apply() {
 	for _, k := range r.changes {
-		rec := table[ondisk.RecordOffset(k.index):][:ondisk.RecordBytes]
+		rec := r.record(k.index)
 		if k.record == nil {
 			clear(rec)
 		} else {
 			copy(rec, k.record)
 		}
+		r.write(k.index/ondisk.RecordsPerBlock, writeBoth)
 	}
+}
+
+// record is the record of a slot of the row.
+func (r *row) record(index uint32) []byte {
+	return r.table[ondisk.RecordOffset(index):][:ondisk.RecordBytes]
 }

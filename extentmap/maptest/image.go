@@ -31,6 +31,12 @@ func Clone(images []*Image) []*Image {
 	return out
 }
 
+func (m *Image) grow(n int64) {
+	for m.Size() < n {
+		m.pages, m.mine = append(m.pages, nil), append(m.mine, false)
+	}
+}
+
 // ReadAt fills p.
 func (m *Image) ReadAt(p []byte, off int64) {
 	for len(p) > 0 {

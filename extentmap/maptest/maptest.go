@@ -211,6 +211,14 @@ func (d *Drive) Discard(off, n int64) error {
 	return d.set.do(Op{Kind: Discard, Drive: d.index, Off: off, N: n}, func() { d.image.fill(off, n) })
 }
 
+// Grow makes the drive longer.
+func (d *Drive) Grow(size int64) error {
+	d.set.mu.Lock()
+	defer d.set.mu.Unlock()
+	d.image.grow(size)
+	return nil
+}
+
 func (d *Drive) WriteZeroes(off, n int64) error { return d.WriteAt(make([]byte, n), off) }
 func (d *Drive) Size() int64                    { return d.image.Size() }
 func (d *Drive) LBABytes() int                  { return d.lba }

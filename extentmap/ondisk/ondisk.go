@@ -16,6 +16,8 @@ const BlockBytes = 4096
 const (
 	// MaxDrives bounds the members of a volume.
 	MaxDrives = 64
+	// MaxSegments bounds the segments of a drive.
+	MaxSegments = 1 << 24
 	// MaxWidth bounds W.
 	MaxWidth = 64
 	// MaxNameBytes bounds the names of pools, families and tenants, and the volume's label.
