@@ -1,0 +1,2 @@
+// A driver of long ago, with one of the functions.
+int cuInit(unsigned flags) { return (int)flags; }
