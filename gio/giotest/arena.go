@@ -129,6 +129,7 @@ func (w way) memory(r *Rig, ctxs []gio.IOCTX) *arena {
 type image struct {
 	address uint64
 	bytes   []byte
+	blank   []byte    // as long, gapByte alone
 	pieces  [][]piece // by object, in the order of its bytes
 }
 
@@ -152,7 +153,8 @@ func (a *arena) layOut() {
 	m.address, err = d.Alloc(size)
 	require.NoError(r.t, err)
 	r.frees = append(r.frees, func() error { return d.Free(m.address) })
-	m.bytes = bytes.Repeat([]byte{gapByte}, size)
+	m.blank = bytes.Repeat([]byte{gapByte}, size)
+	m.bytes = bytes.Clone(m.blank)
 	a.sync()
 	require.NoError(r.t, d.Upload(m.address, m.bytes))
 	memory, desc, err := register(d)
@@ -302,19 +304,18 @@ func (a *arena) pull() {
 		return
 	}
 	require.NoError(a.r.t, a.r.device().Download(a.image.bytes, a.image.address))
-	for i, pieces := range a.image.pieces {
+	m := a.image
+	for i, pieces := range m.pieces {
 		b := a.object(i)
 		for _, p := range pieces {
-			b = b[copy(b, a.image.bytes[p.at:p.at+p.n]):]
-			for k := range p.n {
-				a.image.bytes[p.at+k] = gapByte
-			}
+			own := m.bytes[p.at : p.at+p.n]
+			b = b[copy(b, own):]
+			copy(own, m.blank)
 		}
 	}
-	for at, b := range a.image.bytes {
-		if b != gapByte {
-			a.r.t.Fatalf("byte %d of device memory, which is no object's, was overwritten with %#x", at, b)
-		}
+	if !bytes.Equal(m.bytes, m.blank) {
+		a.r.t.Fatalf("byte %d of device memory, which is no object's, was overwritten",
+			firstDifference(m.blank, m.bytes))
 	}
 }
 

@@ -31,6 +31,7 @@ func testRegistration(t *testing.T, s *Subject) {
 	require.NoError(t, err)
 	checkBusy(t, r, m, m.Desc(0))
 
+	r = NewRig(t, s, Shape{})
 	odd, err := r.Ring.Register(r.Ring.DMA()[:16384])
 	require.NoError(t, err)
 	results := r.Run(false, []gio.IOCTX{

@@ -135,14 +135,14 @@ func large() stripe.Geometry {
 // testExtremes is the shapes at the ends of what is possible.
 func testExtremes(t *testing.T, s *Subject) {
 	shapes := map[string]Shape{
-		"one command at a time":  {Drives: 1, Lanes: 1, Depth: 2, BounceBytes: 65536},
-		"shallow":                {Drives: 4, Width: 4, Lanes: 3, Depth: 2, BounceBytes: 3 * 65536},
-		"64 lanes, 16 drives":    {Drives: 16, Width: 4, Lanes: 64, Depth: 4, Rows: 8, BounceBytes: 64 * 16384},
-		"deep":                   {Drives: 2, Lanes: 2, Depth: 1024, Rows: 20, BounceBytes: 8 << 20},
-		"longer than an IOCB":    {Drives: 3, Lanes: 4, Depth: 64, Rows: 90, BounceBytes: 4 << 20, DMABytes: 64 << 20},
-		"2 MiB":                  {Lanes: 2, Geometry: large(), DMABytes: 96 << 20, BounceBytes: 16 << 20},
-		"2 MiB, one in a lane":   {Lanes: 3, Geometry: large(), DMABytes: 64 << 20, BounceBytes: 6 << 20},
-		"2 MiB, hardly any lane": {Drives: 1, Lanes: 1, Depth: 2, Geometry: large(), DMABytes: 64 << 20, BounceBytes: 2 << 20},
+		"one command at a time": {Drives: 1, Lanes: 1, Depth: 2, BounceBytes: 65536},
+		"shallow":               {Drives: 4, Width: 4, Lanes: 3, Depth: 2, BounceBytes: 3 * 65536},
+		"64 lanes, 16 drives":   {Drives: 16, Width: 4, Lanes: 64, Depth: 4, Rows: 8, BounceBytes: 64 * 16384},
+		"deep":                  {Drives: 2, Lanes: 2, Depth: 1024, Rows: 20, BounceBytes: 8 << 20},
+		"longer than an IOCB":   {Drives: 3, Lanes: 4, Depth: 64, Rows: 90, BounceBytes: 4 << 20, DMABytes: 48 << 20},
+		"2 MiB":                 {Width: 1, Lanes: 3, Rows: 1, Geometry: large(), DMABytes: 32 << 20, BounceBytes: 8 << 20},
+		"2 MiB, one at a time": {Drives: 1, Lanes: 1, Rows: 1, Depth: 2, Geometry: large(), DMABytes: 32 << 20,
+			BounceBytes: 2 << 20},
 	}
 	eachWay(t, s, func(t *testing.T, w way) {
 		for name, shape := range shapes {
