@@ -206,6 +206,17 @@ func (c *Context) SMs() int { return c.sms }
 // With ignoreCoScheduling SMs need not be neighbours, so that fewer can be asked for, and clusters cannot be launched.
 // Memory is that of the primary context.
 func (c *Context) Green(sms int, ignoreCoScheduling bool) (*Context, error) {
+	return c.split(sms, ignoreCoScheduling, false)
+}
+
+// GreenRest makes a context of the SMs that Green leaves when it is asked for the same: the split depends on nothing
+// else.
+func (c *Context) GreenRest(sms int, ignoreCoScheduling bool) (*Context, error) {
+	return c.split(sms, ignoreCoScheduling, true)
+}
+
+// split makes a context of the first so many SMs, or of the rest.
+func (c *Context) split(sms int, ignoreCoScheduling, rest bool) (*Context, error) {
 	if sms < 1 || sms > c.device.sms {
 		return nil, fmt.Errorf("cuda: a green context of %d SMs: device %d has %d", sms, c.device.Ordinal, c.device.sms)
 	}
@@ -227,6 +238,9 @@ func (c *Context) Green(sms int, ignoreCoScheduling bool) (*Context, error) {
 	}
 	if v.parts != 1 {
 		return nil, c.failed(ErrInvalidValue, "cuDevSmResourceSplitByCount of %d SMs gave %d parts", sms, v.parts)
+	}
+	if rest {
+		v.part = v.rest
 	}
 	if r := c.api().DevResourceGenerateDesc(&v.desc, &v.part, 1); r != Success {
 		return nil, c.failed(r, "cuDevResourceGenerateDesc")

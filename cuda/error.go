@@ -5,12 +5,14 @@ import (
 	"fmt"
 )
 
-// Errors of Open.
+// Errors of Open, OpenBLAS and OpenCUFile.
 var (
 	// ErrNoDriver: libcuda.so.1 is not installed, or lacks something that is needed.
 	ErrNoDriver = errors.New("cuda: no usable CUDA driver")
 	// ErrNoDevice: the driver sees no GPU.
 	ErrNoDevice = errors.New("cuda: the driver sees no GPU")
+	// ErrNoLibrary: a library that only benches use is not installed.
+	ErrNoLibrary = errors.New("cuda: library is not installed")
 )
 
 // Result is CUresult. It is the error below an *Error, so that errors.Is(err, cuda.ErrOutOfMemory) tells.

@@ -53,7 +53,7 @@ func newFlags(name string) *pflag.FlagSet {
 // commands is the table of verbs, in the order of the help.
 var commands = []func() *command{
 	newMkfs, newMount, newUmount, newFsck, newInfo, newStatus, newLs, newPrefixes, newEvict, newReplay, newTrace,
-	newBenchMeta, newBenchRings,
+	newBenchMeta, newBenchRings, newBenchGPU,
 }
 
 // helpers are the names that mkfs(8), fsck(8) and mount(8) call.

@@ -1,0 +1,291 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"tuttifs/cuda"
+	"tuttifs/gio"
+)
+
+type benchGPUOptions struct {
+	json    bool
+	quick   bool
+	only    []string
+	device  int
+	gpus    int
+	pollers int
+	runs    int
+	lanes   int
+	layer   sizeFlag
+	staging sizeFlag
+	bounce  sizeFlag
+	dir     string
+
+	open  func() (*cuda.Driver, error)
+	scale gpuScale
+}
+
+// gpuScale is how long and how large the parts are.
+type gpuScale struct {
+	rounds      int           // of what is measured alone
+	period      time.Duration // of one
+	window      time.Duration // of compute, undisturbed and disturbed
+	ours        time.Duration // most time for the pairs of one of tuttifs' own ways beside one kind of compute
+	others      time.Duration // likewise for other ways
+	pairs       int           // at least
+	layers      int           // of the model; each has --layer bytes
+	gemm        int           // rows and columns
+	tokens      int           // new ones of the attention
+	cached      int
+	steps       int // of decoding, each time
+	stepRows    int // of a step's matrix
+	commands    int // of a batch without bytes
+	tensors     int // registered
+	fileBytes   int // of cuFile's file
+	memcpyBytes int // of a thread's buffer
+}
+
+func newBenchGPU() *command {
+	o := &benchGPUOptions{
+		layer: 512 << 20, staging: gio.StagingDefault, bounce: 64 << 20, open: cuda.Open,
+	}
+	f := newFlags("bench gpu")
+	f.StringSliceVar(&o.only, "only", nil, "`PARTS` to run, separated by commas (default: all that apply)")
+	f.IntVar(&o.device, "device", 0, "the first GPU")
+	f.IntVar(&o.gpus, "gpus", 1, "GPUs for the part gpus")
+	f.IntVar(&o.pollers, "pollers", 0, "threads that serve the drives of a GPU (default: by cores, at most 10)")
+	f.IntVar(&o.lanes, "lanes", 8, "lanes of the ring")
+	f.IntVar(&o.runs, "runs", 2, "runs of an object in the pool: 1, or 2 (K and V apart)")
+	f.Var(&o.layer, "layer", "bytes of a layer")
+	f.Var(&o.staging, "staging", "device memory between the copy engine and the pool")
+	f.Var(&o.bounce, "bounce", "memory of the bounce cells")
+	f.StringVar(&o.dir, "dir", "", "directory `DIR` on ext4 for cuFile's file (default: that of the system)")
+	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
+	f.BoolVar(&o.json, "json", false, "print the figures as JSON")
+	return &command{
+		name: "bench gpu", synopsis: "[FLAGS]", summary: "measure the ring on a GPU",
+		exits: &plainExits, flags: f,
+		long: `
+Measures the way of KV blocks between a GPU's memory and four RAM-backed drives, whose virtual controllers run in
+this process. Every part compares the bytes that it moved with the drives' images. The parts are:
+
+` + gpuPartsHelp() + `
+
+Compute is measured in turns, undisturbed, disturbed and undisturbed again, since clocks drift; the interval is that of
+95 % confidence. Needs a GPU, its driver, and for the GEMM cuBLAS 13.`,
+		example: `
+tuttifs bench gpu
+tuttifs bench gpu --only restore,store --json
+tuttifs bench gpu --only gpus --gpus 2`,
+		run: func(ctx context.Context, e *env, _ []string) error { return o.run(ctx, e) },
+	}
+}
+
+// gpuPart is one part of the bench.
+type gpuPart struct {
+	name, what string
+	run        func(b *gpuBench) error
+}
+
+// gpuParts are in the order in which they run.
+func gpuParts() []gpuPart {
+	return []gpuPart{
+		{"restore", "layers of 32-, 64- and 128-KiB objects to a paged pool", (*gpuBench).restore},
+		{"store", "the way back", (*gpuBench).store},
+		{"sums", "the same with checksums and without, in turns", (*gpuBench).sums},
+		{"compute", "transfers beside a GEMM and beside an attention prefill", (*gpuBench).compute},
+		{"decode", "restore beside decode-like steps", (*gpuBench).decode},
+		{"others", "the same bytes by copy engine and cuFile", (*gpuBench).others},
+		{"commands", "commands a second, empty and of 4 KiB", (*gpuBench).commands},
+		{"cpu", "CPU time of the I/O thread and of the pollers", (*gpuBench).cpu},
+		{"descriptors", "SGL against PRP", (*gpuBench).descriptors},
+		{"register", "registration of 1.5 million tensors", (*gpuBench).register},
+		{"ablation", "each idea off in turn, and sizes of staging and bounce memory", (*gpuBench).ablation},
+		{"gpus", "several GPUs at once (with --gpus 2 or more)", (*gpuBench).several},
+	}
+}
+
+func gpuPartsHelp() string {
+	var b strings.Builder
+	for _, p := range gpuParts() {
+		fmt.Fprintf(&b, "  %-12s %s\n", p.name, p.what)
+	}
+	return strings.TrimRight(b.String(), "\n")
+}
+
+// plan sets what depends on --quick.
+func (o *benchGPUOptions) plan() {
+	if o.pollers == 0 {
+		o.pollers = max(1, min(10, runtime.GOMAXPROCS(0)-4))
+	}
+	if o.scale.rounds != 0 {
+		return
+	}
+	o.scale = gpuScale{
+		rounds: 5, period: 400 * time.Millisecond, window: 100 * time.Millisecond,
+		ours: 9 * time.Second, others: 4 * time.Second, pairs: 6,
+		layers: 4, gemm: 8192, tokens: 4096, cached: 61440,
+		steps: 3000, stepRows: 32768, commands: 65536, tensors: 1500000,
+		fileBytes: 256 << 20, memcpyBytes: 256 << 20,
+	}
+	if o.quick {
+		s := &o.scale
+		s.rounds, s.period = 3, 200*time.Millisecond
+		s.ours, s.others, s.pairs = 3*time.Second, 1200*time.Millisecond, 3
+		s.steps, s.fileBytes = 1000, 64<<20
+	}
+}
+
+func (o *benchGPUOptions) validate() error {
+	known := make([]string, 0, len(gpuParts()))
+	for _, p := range gpuParts() {
+		known = append(known, p.name)
+	}
+	for _, name := range o.only {
+		if !slices.Contains(known, name) {
+			return usagef("--only: there is no part %q; the parts are %s", name, strings.Join(known, ", "))
+		}
+	}
+	const least, most = 1 << 20, 1 << 36
+	switch {
+	case o.device < 0 || o.gpus < 1 || o.gpus > 64:
+		return usagef("--device is %d and --gpus %d, want 0 or more and 1 to 64", o.device, o.gpus)
+	case o.pollers < 0 || o.pollers > 256:
+		return usagef("--pollers is %d, want 1 to 256", o.pollers)
+	case o.lanes < 1 || o.lanes > gio.LanesMax:
+		return usagef("--lanes is %d, want 1 to %d", o.lanes, gio.LanesMax)
+	case o.runs != 1 && o.runs != 2:
+		return usagef("--runs is %d, want 1 or 2", o.runs)
+	case o.layer < least || o.layer > most || o.layer%least != 0:
+		return usagef("--layer is %d, want a multiple of 1m up to 64g", uint64(o.layer))
+	case o.staging < least || o.staging > most || o.bounce < least || o.bounce > most:
+		return usagef("--staging is %d and --bounce %d, want 1m to 64g", uint64(o.staging), uint64(o.bounce))
+	}
+	return nil
+}
+
+// gpuBench is a run of the bench.
+type gpuBench struct {
+	o       *benchGPUOptions
+	ctx     context.Context
+	driver  *cuda.Driver
+	gpu     *gpuDevice
+	volume  *gpuVolume
+	scratch []byte // of a layer, for comparing
+	report  *gpuReport
+	last    *gpuImage // what the drives hold
+	salt    uint64    // of the last pattern in a pool
+	checked bool      // the attention kernel computes what it should
+}
+
+func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
+	if err := o.validate(); err != nil {
+		return err
+	}
+	o.plan()
+	driver, err := o.open()
+	if err != nil {
+		return fmt.Errorf("bench gpu needs an NVIDIA GPU: %w", err)
+	}
+	b := &gpuBench{o: o, ctx: ctx, driver: driver}
+	defer func() { err = errors.Join(err, b.close()) }()
+	// CUDA's contexts are per thread.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := b.open(); err != nil {
+		return err
+	}
+	for _, part := range gpuParts() {
+		if len(o.only) > 0 && !slices.Contains(o.only, part.name) ||
+			len(o.only) == 0 && part.name == "gpus" && o.gpus == 1 {
+			continue
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+		begin := time.Now()
+		if err := part.run(b); err != nil {
+			return fmt.Errorf("%s: %w", part.name, err)
+		}
+		b.report.Seconds = append(b.report.Seconds, gpuSeconds{part.name, time.Since(begin).Seconds()})
+		if !o.json {
+			e.warnf("%s took %.1f s", part.name, time.Since(begin).Seconds())
+		}
+	}
+	if o.json {
+		return printJSON(e.stdout, b.report)
+	}
+	return b.report.print(e)
+}
+
+// open finds the GPU and makes the drives.
+func (b *gpuBench) open() error {
+	if n, last := b.driver.Devices(), b.o.device+b.o.gpus; last > n {
+		return fmt.Errorf("there are %d GPUs, number %d is asked for (--device, --gpus)", n, last-1)
+	}
+	var err error
+	if b.gpu, err = openGPUDevice(b.driver, b.o.device); err != nil {
+		return err
+	}
+	if b.volume, err = newGPUVolume(b.o); err != nil {
+		return err
+	}
+	b.scratch = make([]byte, b.o.layer)
+	b.report = &gpuReport{
+		OutputVersion: outputVersion, GPU: b.gpu.device.Name(), DriverVersion: b.driver.Version(),
+		Cores: runtime.GOMAXPROCS(0), Pollers: b.o.pollers, Lanes: b.o.lanes, Drives: gpuDrives, Runs: b.o.runs,
+		StagingBytes: uint64(b.o.staging), BounceBytes: uint64(b.o.bounce), LayerBytes: uint64(b.o.layer),
+		Layers: b.o.scale.layers,
+	}
+	return nil
+}
+
+func (b *gpuBench) close() error {
+	var errs []error
+	if b.volume != nil {
+		b.volume.close()
+	}
+	if b.gpu != nil {
+		errs = append(errs, b.gpu.close())
+	}
+	return errors.Join(errs...)
+}
+
+// objects are the sizes of the layer verbs.
+var gpuObjects = []int{64 << 10, 32 << 10, 128 << 10}
+
+// interval is the mean of some figures and half the width of its interval of 95 % confidence, by Student's t.
+func interval(v []float64) (mean, half float64) {
+	if len(v) == 0 {
+		return math.NaN(), math.Inf(1)
+	}
+	for _, x := range v {
+		mean += x / float64(len(v))
+	}
+	if len(v) == 1 {
+		return mean, math.Inf(1)
+	}
+	squares := 0.0
+	for _, x := range v {
+		squares += (x - mean) * (x - mean)
+	}
+	n := float64(len(v))
+	return mean, student(len(v)-1) * math.Sqrt(squares/(n-1)/n)
+}
+
+// student is the 97.5 % quantile of Student's distribution.
+func student(freedom int) float64 {
+	table := [...]float64{12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160,
+		2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045}
+	if freedom <= len(table) {
+		return table[freedom-1]
+	}
+	return 1.96 + 2.5/float64(freedom) // within 0.003
+}

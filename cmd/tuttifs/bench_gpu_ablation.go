@@ -1,0 +1,103 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+
+	"tuttifs/gio"
+)
+
+// gpuAblation is the ring with one thing changed.
+type gpuAblation struct {
+	Change   string  `json:"change"`
+	Alone    float64 `json:"alone_gb_per_second"`
+	Beside   float64 `json:"beside_attention_gb_per_second"`
+	Slower   float64 `json:"attention_slower_percent"`
+	Interval float64 `json:"interval_points"`
+}
+
+// gpuChange is one change of the ring.
+type gpuChange struct {
+	name  string
+	plain bool // no checksums
+	setup gpuSetup
+}
+
+// changes are the ideas off in turn, and sizes. The first is the ring as it is.
+func (b *gpuBench) changes() []gpuChange {
+	config := func(name string, change func(c *gio.GPUConfig)) gpuChange {
+		return gpuChange{name: name, setup: gpuSetup{change: change}}
+	}
+	all := []gpuChange{
+		{name: "none"},
+		config("a build for each chunk", func(c *gio.GPUConfig) { c.BuildPerChunk = true }),
+		config("a harvest for each chunk", func(c *gio.GPUConfig) { c.HarvestBytes = c.BounceBytes / len(c.Lanes) }),
+		config("one piece outstanding", func(c *gio.GPUConfig) { c.Moves = 1 }),
+		config("pieces of 4 MiB", func(c *gio.GPUConfig) { c.MoveBytes = 4 << 20 }),
+		config("pieces of 512 KiB", func(c *gio.GPUConfig) { c.MoveBytes = 512 << 10 }),
+		config("harvest by 8 blocks", func(c *gio.GPUConfig) { c.HarvestBlocks = 8 }),
+		config("harvest by 128 blocks", func(c *gio.GPUConfig) { c.HarvestBlocks = 128 }),
+		{name: "no checksums", plain: true},
+		{name: "completions in order", setup: gpuSetup{inOrder: true}},
+		{name: "one lane", setup: gpuSetup{lanes: 1}},
+		{name: "two lanes", setup: gpuSetup{lanes: 2}},
+	}
+	staging, bounce := int(b.o.staging), int(b.o.bounce)
+	for _, size := range []int{staging / 4, staging / 2, staging * 2} {
+		all = append(all, config("staging of "+humanBytes(uint64(size)), func(c *gio.GPUConfig) {
+			c.StagingBytes, c.HarvestBytes = size, min(gio.HarvestDefault, size/4)
+		}))
+	}
+	for _, size := range []int{bounce / 4, bounce / 2, bounce * 2, bounce * 4} {
+		change := gpuChange{name: "bounce memory of " + humanBytes(uint64(size)), setup: gpuSetup{bounce: size}}
+		all = append(all, change)
+	}
+	return all
+}
+
+// ablation measures restores of 64-KiB objects with one thing changed at a time.
+func (b *gpuBench) ablation() (err error) {
+	attention, err := b.attentionWork(b.gpu.context)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, attention.close()) }()
+	if err := b.calibrate(b.gpu.context, attention); err != nil {
+		return err
+	}
+	timer, err := b.newTimer(b.gpu.context)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, timer.close()) }()
+	for _, change := range b.changes() {
+		row := gpuAblation{Change: change.name}
+		err := b.withRig(b.o.shape(gpuObjects[0]), change.setup, func(r *gpuRig) error {
+			if err := b.once(r, false, !change.plain); err != nil {
+				return err
+			}
+			s, err := r.sample(false, !change.plain, b.o.scale.period)
+			if err != nil {
+				return err
+			}
+			row.Alone = s.rate()
+			way := b.ringWay(r, change.name, false, !change.plain, false)
+			beside, err := b.besideBriefly(way, attention, timer)
+			row.Beside, row.Slower, row.Interval = beside.GBs, beside.Slower, beside.Interval
+			return err
+		})
+		if err != nil {
+			return fmt.Errorf("%s: %w", change.name, err)
+		}
+		b.report.Ablation = append(b.report.Ablation, row)
+	}
+	return nil
+}
+
+// besideBriefly is beside with a few pairs.
+func (b *gpuBench) besideBriefly(way *gpuWay, w *gpuWork, timer *gpuTimer) (gpuBeside, error) {
+	saved := b.o.scale
+	defer func() { b.o.scale = saved }()
+	b.o.scale.others, b.o.scale.pairs = saved.period, 2
+	return b.beside(way, w, timer, timer, w)
+}
