@@ -31,8 +31,8 @@ func TestSessionDefaults(t *testing.T) {
 		o.ArenaBytes, o.Deadline = 0, 0
 		return o
 	}())
-	for _, bad := range []SessionOptions{{Lanes: -1}, {GPU: &GPUOptions{StagingBytes: -1}}, {GPU: &GPUOptions{PollSMs: -1}},
-		{BounceBytes: 2, DMABytes: 1}} {
+	for _, bad := range []SessionOptions{{Lanes: -1}, {BounceBytes: 2, DMABytes: 1},
+		{GPU: &GPUOptions{StagingBytes: -1}}, {GPU: &GPUOptions{PollSMs: -1}}} {
 		require.ErrorIs(t, bad.validate(), ErrInvalid)
 	}
 }

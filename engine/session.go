@@ -314,7 +314,7 @@ func (s *Session) GPU() *gio.GPU { return s.gpu.ring }
 // CUDA is the context of the session's GPU; nil where the CPU is the executor.
 func (s *Session) CUDA() *cuda.Context { return s.gpu.context }
 
-// Describe states the executor, the DMA mode in use and the memory that it has, for the log of whoever made the session.
+// Describe states the executor, the DMA mode in use and the memory that it has, for the log of the session's maker.
 func (s *Session) Describe() string { return s.about }
 
 // DMA is memory that controllers reach, beyond the bounce cells and what the ring needs itself.
