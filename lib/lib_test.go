@@ -4,6 +4,7 @@ package main
 
 import (
 	"context"
+	"debug/elf"
 	"errors"
 	"fmt"
 	"os"
@@ -92,10 +93,25 @@ func TestC(t *testing.T) {
 	mount := newMount(t)
 	dir := t.TempDir()
 	run(t, "../scripts/lib.sh", "go", dir)
+	requireLittleTLS(t, filepath.Join(dir, "libtuttifs.so"))
 	program := filepath.Join(dir, "roundtrip")
 	run(t, gcc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-I../include", "-o", program,
 		"testdata/roundtrip.c", "-L"+dir, "-ltuttifs", "-lpthread", "-Wl,-rpath,"+dir)
 	run(t, program, mount)
+}
+
+// requireLittleTLS: Go's thread-local memory is in the static block, and so is the library's then. What is loaded late has
+// some 1.5 KiB there, for all libraries together.
+func requireLittleTLS(t *testing.T, library string) {
+	t.Helper()
+	f, err := elf.Open(library)
+	require.NoError(t, err)
+	defer f.Close()
+	for _, p := range f.Progs {
+		if p.Type == elf.PT_TLS {
+			require.LessOrEqual(t, p.Memsz, uint64(64))
+		}
+	}
 }
 
 // TestHeader: the header stands alone, in C and in C++.

@@ -4,6 +4,7 @@
  */
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -12,7 +13,23 @@
 
 #define API __attribute__((visibility("default")))
 
-static _Thread_local char text[TEXT_BYTES];
+/* A thread's text. Not _Thread_local: Go has the library's thread-local memory in the static block, where programs that
+ * load it late, as Python does, have room for little. */
+static pthread_key_t texts;
+
+static char *text_of_thread(void)
+{
+	static char shared[TEXT_BYTES]; /* where there is no memory */
+	char *text = pthread_getspecific(texts);
+	if (text)
+		return text;
+	text = calloc(1, TEXT_BYTES);
+	if (!text || pthread_setspecific(texts, text)) {
+		free(text);
+		return shared;
+	}
+	return text;
+}
 
 /* The process that loaded the library. */
 static pid_t owner;
@@ -24,11 +41,12 @@ static void in_child(void) { atomic_store(&forked, 1); }
 __attribute__((constructor)) static void loaded(void)
 {
 	owner = getpid();
+	pthread_key_create(&texts, free);
 	pthread_atfork(NULL, NULL, in_child);
 }
 
 /* Says whether a call must not enter Go. Children of clone(2) run no handlers: their pid tells. */
-static int refused(void)
+static int refused(char *text)
 {
 	if (!atomic_load_explicit(&forked, memory_order_relaxed) && getpid() == owner) {
 		text[0] = 0;
@@ -40,7 +58,7 @@ static int refused(void)
 }
 
 /* One call of Go, with the thread's text as its last argument. */
-#define GO(f, ...) (refused() ? -TUTTIFS_ECHILD : f(__VA_ARGS__, text))
+#define GO(f, ...) (refused(text_of_thread()) ? -TUTTIFS_ECHILD : f(__VA_ARGS__, text_of_thread()))
 
 /* Handles pass as numbers: Go must not see them as pointers. */
 #define H(handle) ((uintptr_t)(handle))
@@ -48,7 +66,7 @@ static int refused(void)
 
 API uint32_t tuttifs_version(void) { return TUTTIFS_LIB_MAJOR << 16 | TUTTIFS_LIB_MINOR; }
 
-API const char *tuttifs_last_error(void) { return text; }
+API const char *tuttifs_last_error(void) { return text_of_thread(); }
 
 API int tuttifs_open(const char *path, tuttifs_mount_t *mount) { return GO(goOpen, (char *)path, OUT(mount)); }
 

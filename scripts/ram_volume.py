@@ -1,0 +1,50 @@
+"""A tuttifs volume on files in memory, formatted, mounted, and taken away again: for measurements and tests."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+
+
+class RamVolume:
+    """with RamVolume(...) as v: v.mount is the mount point."""
+
+    def __init__(self, tuttifs, where, drives, drive_bytes, pollers):
+        self.tuttifs, self.pollers = os.path.abspath(tuttifs), pollers
+        self.dir = tempfile.mkdtemp(prefix="tuttifs-", dir=where)
+        self.mount = os.path.join(self.dir, "mnt")
+        self.log = os.path.join(self.dir, "log")
+        self.paths = [os.path.join(self.dir, f"drive{i}") for i in range(drives)]
+        self.drive_bytes = -(-drive_bytes // (1 << 20)) << 20
+
+    def __enter__(self):
+        try:
+            os.mkdir(self.mount)
+            os.mkdir(os.path.join(self.dir, "run"), 0o700)
+            for path in self.paths:
+                # Allocated ahead: a first write to memory costs more than the transfer that is measured.
+                with open(path, "wb") as f:
+                    os.posix_fallocate(f.fileno(), 0, self.drive_bytes)
+            self.run("mkfs", "-q", "-L", "ram", *self.paths)
+            options = f"pollers={self.pollers},sockets={os.path.join(self.dir, 'run')}"
+            self.run("mount", "-o", options, "--log", self.log, self.paths[0], self.mount)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def run(self, *words):
+        done = subprocess.run([self.tuttifs, *words], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"tuttifs {words[0]}: {done.stderr.strip()}")
+
+    def __exit__(self, kind, value, trace):
+        if os.path.ismount(self.mount):
+            subprocess.run([self.tuttifs, "umount", self.mount], stdin=subprocess.DEVNULL)
+        if os.path.ismount(self.mount):
+            subprocess.run(["umount", "-l", self.mount])
+        if kind is not None and os.path.exists(self.log):
+            with open(self.log, errors="replace") as f:
+                sys.stderr.write("the daemon's log:\n" + f.read()[-4000:])
+        shutil.rmtree(self.dir, ignore_errors=True)

@@ -1,0 +1,331 @@
+#!/usr/bin/env python3
+"""Tensor-parallel ranks in processes of their own, each with its GPU, restore from one volume at once.
+
+The processes join one session by its token. Each stores its rank's half of every file: the files are there for nobody
+until the last rank has committed. Then the pools are cleared and restored, by each rank alone and by all at once, and
+every byte is compared. Printed are the rates, their sum against one GPU's, and the host's memory bandwidth: the rate at
+which threads copy, since a drive in memory copies every byte once.
+
+  make build lib
+  scripts/ranks_restore.py                 # all GPUs of the machine
+  scripts/ranks_restore.py --device cpu --ranks 2 --layers 4 --files 32   # to try it without a GPU
+"""
+
+import argparse
+import ctypes
+import hashlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import threading
+import time
+
+import tuttifs_ctypes as tt
+from ram_volume import RamVolume
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BLOCK_TOKENS, HEADS, HEAD = 64, 4, 128  # of a rank: half of Llama-3-8B's eight heads; K and V of 64 KiB each
+ANSWER_SECONDS = 120
+
+
+def arguments():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    p.add_argument("--ranks", type=int, default=0, help="default: one for each GPU")
+    p.add_argument("--layers", type=int, default=32)
+    p.add_argument("--files", type=int, default=512)
+    p.add_argument("--runs", type=int, default=5, help="of each case, in turn; the median counts")
+    p.add_argument("--drives", type=int, default=4)
+    p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads for each rank (default: by cores)")
+    p.add_argument("--where", default="/dev/shm", help="directory for the drives")
+    p.add_argument("--tuttifs", default=os.path.join(ROOT, "bin/tuttifs"))
+    p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so"))
+    p.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+    return p.parse_args()
+
+
+class Rank:
+    """What one process does; the parent calls its methods by name."""
+
+    def __init__(self, a, rank, mount, token):
+        import torch
+        self.torch, self.a, self.rank = torch, a, rank
+        self.device = torch.device("cpu" if a.device == "cpu" else f"cuda:{rank}")
+        if a.device != "cpu":
+            torch.cuda.set_device(self.device)
+        self.session = tt.Session(tt.Library(a.lib), mount, token=token, flags=0 if a.device == "cpu" else tt.GPU,
+                                  device=None if a.device == "cpu" else str(rank).encode())
+        self.run = BLOCK_TOKENS * HEADS * HEAD * 2
+        identity = {"model": "tensor-parallel", "revision": "random", "weights_epoch": 1, "dtype": "bf16",
+                    "quantisation": "none", "scale_format": "none", "layout": "NHD", "page_bytes": 2 * self.run,
+                    "block_tokens": BLOCK_TOKENS, "file_tokens": BLOCK_TOKENS, "tp": a.ranks, "pp": 1, "cp": 1,
+                    "group": "full"}
+        objects = [(layer, r, 0, 2) for layer in range(a.layers) for r in range(a.ranks)]
+        self.pool = self.session.pool("ranks", json.dumps(identity), BLOCK_TOKENS, [self.run] * 2, objects)
+        # The CPU executor takes one run a block, so K and V of a block lie together there.
+        shape = (a.files, 2, self.run) if a.device == "cpu" else (2, a.files, self.run)
+        g = torch.Generator(device=self.device).manual_seed(100 + rank)
+        self.memory = [torch.randint(256, shape, dtype=torch.uint8, device=self.device, generator=g)
+                       for _ in range(a.layers)]
+        self.wanted = [t.clone() for t in self.memory]
+        self.bytes = sum(t.numel() for t in self.memory)
+        if a.device == "cpu":
+            classes = [[(t.data_ptr(), 2 * self.run, 2 * self.run)] for t in self.memory]
+        else:
+            classes = [[(t[i].data_ptr(), self.run, self.run) for i in (0, 1)] for t in self.memory]
+        self.registered = self.session.register_paged(a.files, classes)
+        self.blocks = torch.randperm(a.files, generator=torch.Generator().manual_seed(7)).tolist()
+        self.keys, parent = [], b"ranks"
+        for i in range(a.files):
+            parent = hashlib.sha256(parent + i.to_bytes(4, "little")).digest()
+            self.keys.append(parent)
+        self.request = 0
+
+    def about(self):
+        return self.session.describe()
+
+    def token(self):
+        return self.session.token()
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize()
+
+    def store(self):
+        """Stores this rank's objects of all files, uncommitted. Returns the rate in bytes a second."""
+        leases = self.pool.reserve(1, self.keys, BLOCK_TOKENS)
+        self.synchronize()
+        begin = time.perf_counter()
+        layers = self.pool.layers(self.rank, leases, self.registered, self.blocks, store=True)
+        for transfer in [layers.store(layer) for layer in range(self.a.layers)]:
+            transfer.wait()
+        layers.finish()
+        layers.close()
+        return self.bytes / (time.perf_counter() - begin)
+
+    def commit_begin(self):
+        """Commits in the background: that ends when the last rank has committed."""
+        def commit():
+            try:
+                self.pool.commit(1, [self.rank])
+            except tt.Error as e:
+                self.commit_error = e
+        self.commit_error = None
+        self.committer = threading.Thread(target=commit)
+        self.committer.start()
+
+    def commit_end(self):
+        self.committer.join()
+        if self.commit_error:
+            raise self.commit_error
+
+    def peek(self):
+        return self.pool.peek(self.keys)
+
+    def prepare(self):
+        """Clears the pool, and leases the files."""
+        for t in self.memory:
+            t.zero_()
+        self.synchronize()
+        self.request += 1
+        request = self.request * self.a.ranks + self.rank
+        self.leases = self.pool.pin(request, self.keys)
+        if len(self.leases) != self.a.files:
+            raise RuntimeError(f"rank {self.rank}: {len(self.leases)} of {self.a.files} files found")
+
+    def restore(self):
+        """Restores all layers. Returns when it began and ended, by a clock that all processes share."""
+        begin = time.monotonic()
+        layers = self.pool.layers(self.rank, self.leases, self.registered, self.blocks)
+        for transfer in [layers.retrieve(layer) for layer in range(self.a.layers)]:
+            transfer.wait()
+        end = time.monotonic()
+        layers.check()
+        layers.close()
+        return begin, end
+
+    def verify(self):
+        """Compares every byte, and ends the leases."""
+        self.synchronize()
+        for layer, (got, want) in enumerate(zip(self.memory, self.wanted)):
+            if not self.torch.equal(got, want):
+                raise RuntimeError(f"rank {self.rank}: layer {layer} was not restored as it was stored")
+        self.pool.release(self.request * self.a.ranks + self.rank)
+
+    def size(self):
+        return self.bytes
+
+    def stats(self):
+        return self.session.stats()
+
+    def close(self):
+        self.session.unregister(self.registered)
+        self.session.close()
+
+
+def serve(pipe, a, rank, mount, token):
+    """The body of a rank's process."""
+    try:
+        r = Rank(a, rank, mount, token)
+        pipe.send((None, None))
+        while True:
+            name = pipe.recv()
+            pipe.send((None, getattr(r, name)()))
+            if name == "close":
+                return
+    except EOFError:
+        return  # the parent is gone
+    except Exception as e:
+        pipe.send((f"{type(e).__name__}: {e}", None))
+
+
+class Process:
+    """A rank's process, as the parent sees it."""
+
+    def __init__(self, a, rank, mount, token):
+        context = multiprocessing.get_context("spawn")  # a forked child could not use the library
+        self.rank = rank
+        self.pipe, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, a, rank, mount, token), daemon=True)
+        self.process.start()
+        other.close()
+        self.answer()
+
+    def answer(self):
+        if not self.pipe.poll(ANSWER_SECONDS):
+            raise RuntimeError(f"rank {self.rank} does not answer")
+        try:
+            error, result = self.pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"rank {self.rank} ended") from None
+        if error:
+            raise RuntimeError(f"rank {self.rank}: {error}")
+        return result
+
+    def call(self, name):
+        self.pipe.send(name)
+        return self.answer()
+
+
+def every(ranks, name):
+    """Calls all ranks at once."""
+    for r in ranks:
+        r.pipe.send(name)
+    return [r.answer() for r in ranks]
+
+
+def copy_bandwidth(threads):
+    """Bytes a second that so many threads copy in the host's memory."""
+    size, rounds = 64 << 20, 8
+    buffers = [(ctypes.create_string_buffer(size), ctypes.create_string_buffer(size)) for _ in range(threads)]
+    start = threading.Barrier(threads + 1)
+
+    def copy(to, source):
+        ctypes.memmove(to, source, size)  # faults its pages in
+        start.wait()
+        for _ in range(rounds):
+            ctypes.memmove(to, source, size)
+    workers = [threading.Thread(target=copy, args=b) for b in buffers]
+    for w in workers:
+        w.start()
+    start.wait()
+    begin = time.perf_counter()
+    for w in workers:
+        w.join()
+    return threads * rounds * size / (time.perf_counter() - begin)
+
+
+def restored(ranks):
+    """One restore by these ranks at once: each one's rate, and that of all, from the first's begin to the last's end."""
+    every(ranks, "prepare")
+    spans = every(ranks, "restore")
+    every(ranks, "verify")
+    sizes = every(ranks, "size")
+    each = [n / (end - begin) for n, (begin, end) in zip(sizes, spans)]
+    return each, sum(sizes) / (max(end for _, end in spans) - min(begin for begin, _ in spans))
+
+
+def measure(a, ranks):
+    report = {"output_version": 1, "ranks": a.ranks, "layers": a.layers, "files": a.files, "runs": a.runs,
+              "pollers": a.pollers, "executors": every(ranks, "about"), "bytes_of_a_rank": ranks[0].call("size"),
+              "object_bytes": 2 * BLOCK_TOKENS * HEADS * HEAD * 2}
+    report["store_gb_per_second"] = [rate / 1e9 for rate in every(ranks, "store")]
+    for r in ranks[:-1]:
+        r.call("commit_begin")
+    time.sleep(0.2)  # time for a fault to show
+    early = ranks[-1].call("peek")
+    if early:
+        raise SystemExit(f"{early} files were visible before the last rank had committed")
+    ranks[-1].call("commit_begin")
+    every(ranks, "commit_end")
+    if any(n != a.files for n in every(ranks, "peek")):
+        raise SystemExit("not all files are there after the last commit")
+    alone, together, each = [], [], []
+    for turn in range(1 + a.runs):  # the first warms up
+        singles = [restored([r])[1] for r in ranks]
+        rates, both = restored(ranks)
+        if turn:
+            alone.append(statistics.mean(singles))
+            each.append(rates)
+            together.append(both)
+    threads = min(64, os.cpu_count() or 1)
+    report["restore_alone_gb_per_second"] = statistics.median(alone) / 1e9
+    report["restore_each_gb_per_second"] = [statistics.median(r[i] for r in each) / 1e9 for i in range(a.ranks)]
+    report["restore_together_gb_per_second"] = statistics.median(together) / 1e9
+    report["copy_threads"], report["copy_gb_per_second"] = threads, copy_bandwidth(threads) / 1e9
+    by_gpus = 0.9 * a.ranks * report["restore_alone_gb_per_second"]
+    by_memory = report["copy_gb_per_second"]
+    report["bar_gb_per_second"] = min(by_gpus, by_memory)
+    report["bar_is"] = "0.9 of the GPUs' own rates" if by_gpus <= by_memory else "memory bandwidth"
+    report["met_bar"] = report["restore_together_gb_per_second"] >= report["bar_gb_per_second"]
+    report["stats"] = every(ranks, "stats")
+    return report
+
+
+def text(r):
+    print("\n".join(f"rank {i}: {about}" for i, about in enumerate(r["executors"])))
+    print(f"{r['bytes_of_a_rank'] / 1e9:.2f} GB a rank, objects of {r['object_bytes'] >> 10} KiB; every byte compared; "
+          "files were visible after the last rank's commit and not before")
+    print("store, at once:   " + " ".join(f"{x:6.1f}" for x in r["store_gb_per_second"]) + " GB/s")
+    print(f"restore, alone:   {r['restore_alone_gb_per_second']:6.1f} GB/s, mean of the GPUs")
+    print("restore, at once: " + " ".join(f"{x:6.1f}" for x in r["restore_each_gb_per_second"])
+          + f" GB/s; all {r['restore_together_gb_per_second']:.1f} GB/s, "
+          f"{r['restore_together_gb_per_second'] / r['restore_alone_gb_per_second']:.2f} times one alone")
+    print(f"host memory:      {r['copy_gb_per_second']:6.1f} GB/s copied by {r['copy_threads']} threads")
+    print(f"bar:              {r['bar_gb_per_second']:6.1f} GB/s ({r['bar_is']}): {'met' if r['met_bar'] else 'NOT MET'}")
+
+
+def main():
+    a = arguments()
+    if a.ranks == 0:
+        import torch
+        a.ranks = torch.cuda.device_count() if a.device == "cuda" else 2
+    if a.ranks < 1:
+        sys.exit("no GPU here: --device cpu --ranks 2 tries it without")
+    a.pollers = a.pollers or max(1, min(6, (os.cpu_count() or 1) // (2 * a.ranks)))
+    object_bytes = 2 * BLOCK_TOKENS * HEADS * HEAD * 2
+    volume_bytes = a.files * a.ranks * (a.layers * object_bytes + 8192)
+    with RamVolume(a.tuttifs, a.where, a.drives, volume_bytes * 5 // 4 // a.drives + (64 << 20), a.pollers) as volume:
+        ranks = [Process(a, 0, volume.mount, None)]
+        try:
+            token = ranks[0].call("token")
+            for rank in range(1, a.ranks):
+                ranks.append(Process(a, rank, volume.mount, token))
+            report = measure(a, ranks)
+            every(ranks, "close")
+        finally:
+            for r in ranks:
+                r.pipe.close()
+                r.process.join(20)
+                if r.process.is_alive():
+                    r.process.terminate()
+    if a.json:
+        print(json.dumps(report, indent=2))
+    else:
+        text(report)
+
+
+if __name__ == "__main__":
+    main()
