@@ -2,8 +2,10 @@ package extentmap
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/bits"
+	"slices"
 	"sort"
 	"sync/atomic"
 	"time"
@@ -50,6 +52,9 @@ func (v *Volume) checkpointer() {
 		if v.err() != nil {
 			continue
 		}
+		if v.lacksMirror() {
+			_ = v.exclusively(v.settleMembers) // a failure stops the volume, or costs another drive
+		}
 		v.checkpointMu.Lock()
 		withHits := v.o.Now().Sub(v.lastHits) >= hitsInterval
 		v.checkpointMu.Unlock()
@@ -75,21 +80,44 @@ type span struct {
 	unit  uint64 // of the copy being written
 }
 
-// checkpoint writes what is dirty. When it fails, the volume fails: what was taken as clean is not.
+// checkpoint writes what is dirty.
 func (v *Volume) checkpoint(withHits bool) error {
 	v.checkpointMu.Lock()
 	defer v.checkpointMu.Unlock()
-	if err := v.err(); err != nil {
-		return err
-	}
-	s := v.takeSnapshot(withHits)
-	super := v.super
-	if s.idle(&super) && super.Epoch == v.epoch {
-		return nil
-	}
-	err := v.writeSnapshot(s, &super)
-	if err != nil {
-		err = fmt.Errorf("%w: checkpoint: %w", ErrFailed, err)
+	return v.checkpointLocked(withHits)
+}
+
+// errUncovered: a checkpoint lost the last drive with a row's record table.
+var errUncovered = errors.New("extentmap: a record table has no drive")
+
+// checkpointLocked is checkpoint under checkpointMu. Drives that fail are lost, and it goes on without them. When it
+// fails, the volume has failed: what was taken as clean is not.
+func (v *Volume) checkpointLocked(withHits bool) error {
+	var s *snapshot
+	var super ondisk.Superblock
+	for {
+		if err := v.err(); err != nil {
+			return err
+		}
+		s = v.takeSnapshot(withHits)
+		super = v.super
+		v.labelMu.Lock()
+		named := super.Epoch == v.common.Epoch
+		v.labelMu.Unlock()
+		if named && s.idle(&super) {
+			return nil
+		}
+		err := v.writeSnapshot(s, &super)
+		if err == nil {
+			break
+		}
+		if errors.Is(err, errUncovered) {
+			v.untake(s)
+			continue
+		}
+		if !errors.Is(err, ErrFailed) {
+			err = fmt.Errorf("%w: checkpoint: %w", ErrFailed, err)
+		}
 		v.fail(err)
 		for _, r := range s.limbo {
 			r.dropDone(err)
@@ -117,20 +145,35 @@ func (s *snapshot) idle(last *ondisk.Superblock) bool {
 func (v *Volume) takeSnapshot(withHits bool) *snapshot {
 	v.applyMu.Lock()
 	defer v.applyMu.Unlock()
+	var unplaced []*row
 	s := &snapshot{tail: v.head, chain: v.chain, limbo: v.limbo, commits: v.commits.Load()}
 	v.limbo = nil
 	if withHits {
 		v.dirtyTouched()
 	}
-	for _, r := range v.dirtyRows {
+	if v.drivesChanged.Swap(false) {
+		v.dirtyMisplaced()
+	}
+	rows := v.dirtyRows
+	v.dirtyRows = nil
+	for _, r := range rows {
 		r.isDirty = false
-		if r.pool.rowByNumber(r.number) == r {
-			s.spans = appendSpans(s.spans, r)
+		if r.pool.rowByNumber(r.number) != r {
+			continue
 		}
+		if v.placeTables(r) {
+			r.dirtyAll()
+		}
+		if r.tables[0] == ondisk.NoLocator && r.tables[1] == ondisk.NoLocator {
+			unplaced = append(unplaced, r)
+			continue
+		}
+		s.spans = appendSpans(s.spans, r)
 		clear(r.dirty)
 	}
-	clear(v.dirtyRows)
-	v.dirtyRows = v.dirtyRows[:0]
+	for _, r := range unplaced {
+		v.markAllDirty(r) // tried again by the next checkpoint
+	}
 	if v.catDirty {
 		v.mu.Lock()
 		s.catalog = v.encodeCatalog()
@@ -138,6 +181,95 @@ func (v *Volume) takeSnapshot(withHits bool) *snapshot {
 		v.catDirty = false
 	}
 	return s
+}
+
+// untake makes everything dirty again that a snapshot took.
+func (v *Volume) untake(s *snapshot) {
+	v.applyMu.Lock()
+	defer v.applyMu.Unlock()
+	for _, x := range s.spans {
+		for b := x.first; b < x.first+x.n; b++ {
+			v.markDirty(x.row, b)
+		}
+	}
+	v.limbo = append(s.limbo, v.limbo...)
+	v.catDirty = v.catDirty || s.catalog != nil
+}
+
+// covered says whether a copy of a record table is on a drive that is in use.
+func (v *Volume) covered(r *row, c int) bool {
+	t := r.tables[c]
+	return t != ondisk.NoLocator && !v.member(t.Drive()).lost()
+}
+
+// misplaced says whether a copy of a row's record table should lie elsewhere: it is on a lost drive or on that of the
+// other copy, or had found no place, and another drive could take it. Without such a drive a copy on a lost one stays
+// there, for when that comes back, unless it is the only one. Volume.mu.
+func (v *Volume) misplaced(r *row, c int) bool {
+	covered, other := v.covered(r, c), v.covered(r, 1-c)
+	switch {
+	case !covered && !other, r.tables[c] == ondisk.NoLocator:
+		return true
+	case covered && (c == 0 || !other || r.tables[0].Drive() != r.tables[1].Drive()):
+		return false
+	}
+	return slices.ContainsFunc(v.members, func(m *member) bool {
+		return m.is(DriveOnline) && m.index != r.tables[1-c].Drive()
+	})
+}
+
+// placeTables gives misplaced copies of a row's record table other places, and says whether something changed: the table
+// then has to be written whole. Volume.applyMu.
+func (v *Volume) placeTables(r *row) (changed bool) {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for c := range r.tables {
+		if !v.misplaced(r, c) {
+			continue
+		}
+		old := r.tables[c]
+		r.tables[c] = ondisk.NoLocator
+		if !v.takeTableCopy(r.pool, r, c) && (v.covered(r, 1-c) || old == ondisk.NoLocator) {
+			r.tables[c] = old
+			continue
+		}
+		if old != ondisk.NoLocator {
+			v.member(old.Drive()).releaseTable(old.Unit(), r.pool.tableBlocks)
+		}
+		changed = true
+	}
+	v.catDirty = v.catDirty || changed
+	return changed
+}
+
+// dirtyMisplaced has the tables written anew of which a copy should lie elsewhere. Volume.applyMu.
+func (v *Volume) dirtyMisplaced() {
+	for _, p := range v.Pools() {
+		for n := range p.highest.Load() {
+			r := p.byNumber[n].Load()
+			if r == nil || r.noTable {
+				continue
+			}
+			v.mu.Lock()
+			misplaced := v.misplaced(r, 0) || v.misplaced(r, 1)
+			v.mu.Unlock()
+			if misplaced {
+				v.markAllDirty(r)
+			}
+		}
+	}
+}
+
+// markAllDirty has the next checkpoint write a row's whole record table. Volume.applyMu.
+func (v *Volume) markAllDirty(r *row) {
+	v.markDirty(r, 0)
+	r.dirtyAll()
+}
+
+func (r *row) dirtyAll() {
+	for b := range r.pool.tableBlocks {
+		r.dirty[b/64] |= 1 << (b % 64)
+	}
 }
 
 // dirtyTouched marks the blocks in which hits were noted. Volume.applyMu.
@@ -245,6 +377,11 @@ func (v *Volume) writeSnapshot(s *snapshot, super *ondisk.Superblock) error {
 			return err
 		}
 	}
+	for _, x := range s.spans {
+		if !v.covered(x.row, 0) && !v.covered(x.row, 1) {
+			return errUncovered
+		}
+	}
 	if s.catalog != nil {
 		super.CatalogArea ^= 1
 		super.CatalogSeq = super.Sequence
@@ -255,7 +392,9 @@ func (v *Volume) writeSnapshot(s *snapshot, super *ondisk.Superblock) error {
 			return err
 		}
 	}
-	super.Epoch, super.Nonce = v.epoch, v.nonce
+	v.labelMu.Lock()
+	super.Epoch, super.Nonce, super.JournalNonce = v.common.Epoch, v.common.Nonce, v.journal.Nonce
+	v.labelMu.Unlock()
 	super.Tail, super.Chain = s.tail, s.chain
 	super.NextCommit = s.commits
 	super.Time = v.o.Now().UnixNano()
@@ -269,9 +408,12 @@ func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
 	}
 	byDrive := map[*member][]span{}
 	for _, s := range spans {
+		if !v.covered(s.row, copy) {
+			continue
+		}
 		l := s.row.tables[copy]
 		s.unit = l.Unit() + uint64(s.first)
-		m := v.byIndex[l.Drive()]
+		m := v.member(l.Drive())
 		byDrive[m] = append(byDrive[m], s)
 	}
 	var members []*member
@@ -283,10 +425,11 @@ func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
 		}
 		sort.Slice(list, func(i, j int) bool { return list[i].unit < list[j].unit })
 	}
-	return eachMember(members, func(m *member) error {
+	timeouts := v.timeouts.Load()
+	return v.write(members, func(m *member) error {
 		w := tableWriter{v: v, m: m, copy: copy, sequence: sequence}
 		w.buffer = drive.AlignedBuffer(min(writeBlocks, blocks[m]) * ondisk.BlockBytes)
-		defer drive.FreeBuffer(w.buffer)
+		defer v.freeBuffer(w.buffer, timeouts)
 		for _, s := range byDrive[m] {
 			if err := w.add(s); err != nil {
 				return err
@@ -356,9 +499,6 @@ func (w *tableWriter) write() error {
 	if w.blocks == 0 {
 		return nil
 	}
-	if err := w.v.err(); err != nil {
-		return err
-	}
 	err := w.m.writeAt(w.buffer[:w.blocks*ondisk.BlockBytes], w.unit)
 	w.blocks = 0
 	return err
@@ -368,13 +508,13 @@ func (w *tableWriter) write() error {
 func (v *Volume) writeCatalog(stream []byte, super *ondisk.Superblock) error {
 	first := v.catalogUnit(super.CatalogArea)
 	b := drive.AlignedBuffer(int(super.CatalogBlocks) * ondisk.BlockBytes)
-	defer drive.FreeBuffer(b)
+	defer v.freeBuffer(b, v.timeouts.Load())
 	for i := range super.CatalogBlocks {
 		payload := stream[int(i)*ondisk.PayloadBytes:]
 		payload = payload[:min(len(payload), ondisk.PayloadBytes)]
 		ondisk.SealCatalog(b[int(i)*ondisk.BlockBytes:], first, i, v.tag, super.CatalogSeq, payload)
 	}
-	return eachMember(v.metadata, func(m *member) error {
+	return v.write(v.metadataMembers(), func(m *member) error {
 		if len(b) > 0 {
 			if err := m.writeAt(b, first); err != nil {
 				return err
@@ -385,16 +525,15 @@ func (v *Volume) writeCatalog(stream []byte, super *ondisk.Superblock) error {
 }
 
 func (v *Volume) catalogUnit(area uint32) uint64 {
-	r := &v.members[0].region
-	return r.CatalogUnit + uint64(area)*r.CatalogBlocks
+	return v.region.CatalogUnit + uint64(area)*v.region.CatalogBlocks
 }
 
 // writeSuperblock writes the slot that does not hold the last one.
 func (v *Volume) writeSuperblock(super *ondisk.Superblock) error {
-	super.Unit = v.members[0].region.SuperblockUnit + super.Sequence%ondisk.SuperblockSlots
+	super.Unit = v.region.SuperblockUnit + super.Sequence%ondisk.SuperblockSlots
 	b := drive.AlignedBuffer(ondisk.BlockBytes)
 	super.Encode(b)
-	return eachMember(v.metadata, func(m *member) error {
+	return v.write(v.metadataMembers(), func(m *member) error {
 		if err := m.writeAt(b, super.Unit); err != nil {
 			return err
 		}
@@ -407,7 +546,7 @@ func (v *Volume) freeLimbo(rows []*row) {
 	for _, r := range rows {
 		p := r.pool
 		for i, d := range r.drives {
-			v.discards.discard(v.byIndex[d], r.units[i], p.entryUnits)
+			v.discards.discard(v.member(d), r.units[i], p.entryUnits)
 		}
 		v.mu.Lock()
 		v.giveBack(p, r)

@@ -24,6 +24,7 @@ type Transaction struct {
 	buf    []byte // entries
 	flush  uint64
 	frees  []freed
+	puts   []freed
 	bad    error
 	done   func(error)
 	ticket *Ticket
@@ -51,6 +52,7 @@ func (t *Transaction) Put(p *Pool, slot uint32, r *ondisk.Record, flush uint64) 
 	r.Sequence = t.v.commits.Add(1) - 1
 	r.State, r.Flags = ondisk.StateCommitted, 0
 	t.buf = ondisk.AppendPut(t.buf, uint16(p.id), slot, r)
+	t.puts = append(t.puts, freed{p, slot})
 	t.flush |= flush
 }
 
@@ -98,11 +100,18 @@ func (t *Transaction) Submit(done func(err error)) (*Ticket, error) {
 		v.kickCheckpoint()
 		return nil, fmt.Errorf("%w: the journal is full", ErrAgain)
 	}
+	for _, f := range t.puts {
+		if r := f.pool.rowOf(f.slot); r == nil || r.condemned {
+			return nil, fmt.Errorf("%w: slot %d of pool %d is on a drive that was forgotten", ErrMissing, f.slot, f.pool.id)
+		}
+	}
 	for _, f := range t.frees {
-		f.pool.mu.Lock()
-		f.pool.nUsed--
-		f.pool.nFreeing++
-		f.pool.mu.Unlock()
+		if r := f.pool.rowOf(f.slot); r == nil || r.condemned {
+			return nil, fmt.Errorf("%w: slot %d of pool %d is on a drive that was forgotten", ErrMissing, f.slot, f.pool.id)
+		}
+	}
+	for _, f := range t.frees {
+		f.pool.countSlot(f.slot, -1, 1)
 	}
 	v.queue = append(v.queue, t)
 	v.queueBytes += len(t.buf)
@@ -201,10 +210,7 @@ func (c *commit) run(batch []*Transaction) {
 // unfree counts the slots of a failed transaction as used again.
 func (t *Transaction) unfree() {
 	for _, f := range t.frees {
-		f.pool.mu.Lock()
-		f.pool.nFreeing--
-		f.pool.nUsed++
-		f.pool.mu.Unlock()
+		f.pool.countSlot(f.slot, 1, -1)
 	}
 }
 
@@ -222,12 +228,21 @@ func (c *commit) flushPayload(batch []*Transaction, errs []error) {
 	var failed [ondisk.MaxDrives]error
 	for x := mask; x != 0; x &= x - 1 {
 		d := bits.TrailingZeros64(x)
-		m := c.v.byIndex[d]
-		if m == nil {
+		m := c.v.member(uint16(d))
+		switch {
+		case m == nil:
 			failed[d] = fmt.Errorf("%w: no drive %d", ErrInvalid, d)
 			continue
+		case m.lost():
+			failed[d] = fmt.Errorf("%w: drive %d", ErrMissing, d)
+			continue
 		}
-		wg.Go(func() { failed[d] = m.flush() })
+		wg.Go(func() {
+			// After a failed flush nobody can tell which writes were lost, and the kernel reports it only once.
+			if failed[d] = m.flush(); failed[d] != nil {
+				_ = c.v.lose(m, failed[d]) // whatever comes of it, this transaction fails with the flush's error
+			}
+		})
 	}
 	wg.Wait()
 	for i, t := range batch {
@@ -250,18 +265,25 @@ func (c *commit) write(batch []*Transaction, errs []error) error {
 		return v.err()
 	}
 	count := ondisk.StreamBlocks(size)
-	head, chain, err := v.waitRoom(uint64(count))
-	if err != nil {
+	if err := v.waitRoom(uint64(count)); err != nil {
 		return err
 	}
+	v.journalMu.Lock()
+	defer v.journalMu.Unlock()
+	v.applyMu.Lock()
+	head, chain := v.head, v.chain // nobody else moves them
+	v.applyMu.Unlock()
 	if len(c.buffer) < count*ondisk.BlockBytes {
 		drive.FreeBuffer(c.buffer)
 		c.buffer = drive.AlignedBuffer(count * ondisk.BlockBytes)
 	}
 	chain = c.fill(batch, errs, head, chain, uint32(count))
-	if err := v.writeJournal(c.buffer[:count*ondisk.BlockBytes], head); err != nil {
-		err = fmt.Errorf("%w: journal: %w", ErrFailed, err)
-		v.fail(err)
+	timeouts := v.timeouts.Load()
+	err := v.writeJournal(c.buffer[:count*ondisk.BlockBytes], head)
+	if v.timeouts.Load() != timeouts {
+		c.buffer = nil // a stuck drive may still read it
+	}
+	if err != nil {
 		return err
 	}
 	v.applyBatch(batch, errs, head+uint64(count), chain)
@@ -270,17 +292,17 @@ func (c *commit) write(batch []*Transaction, errs []error) error {
 
 // waitRoom waits until the journal has room for n blocks. A checkpoint writes no journal block, so it always can make
 // room.
-func (v *Volume) waitRoom(n uint64) (head uint64, chain uint32, err error) {
+func (v *Volume) waitRoom(n uint64) error {
 	v.applyMu.Lock()
 	defer v.applyMu.Unlock()
 	for v.head-v.tail+n > v.journal.Blocks {
 		if err := v.err(); err != nil {
-			return 0, 0, err
+			return err
 		}
 		v.kickCheckpoint()
 		v.room.Wait()
 	}
-	return v.head, v.chain, v.err()
+	return v.err()
 }
 
 // fill packs the batch's entries into sealed blocks and returns the Chain of the block after them.
@@ -313,7 +335,7 @@ func (c *commit) fill(batch []*Transaction, errs []error, head uint64, chain uin
 
 // writeJournal writes blocks from sequence head on to every metadata drive and flushes them.
 func (v *Volume) writeJournal(b []byte, head uint64) error {
-	return eachMember(v.metadata, func(m *member) error {
+	return v.write(v.metadataMembers(), func(m *member) error {
 		room := int(v.journal.Blocks-head%v.journal.Blocks) * ondisk.BlockBytes
 		first := min(room, len(b))
 		if err := m.writeAt(b[:first], v.journal.Unit(head)); err != nil {
@@ -326,21 +348,6 @@ func (v *Volume) writeJournal(b []byte, head uint64) error {
 		}
 		return m.flush()
 	})
-}
-
-// eachMember runs f for all members at once and returns the first error.
-func eachMember(members []*member, f func(*member) error) error {
-	errs := make([]error, len(members))
-	var wg sync.WaitGroup
-	for i, m := range members {
-		if i == len(members)-1 {
-			errs[i] = f(m)
-			break
-		}
-		wg.Go(func() { errs[i] = f(m) })
-	}
-	wg.Wait()
-	return firstError(errs...)
 }
 
 // applyBatch brings the durable batch into memory.
@@ -486,9 +493,7 @@ func (a *applier) Row(e *ondisk.Row) error {
 	}
 	// A new table on the drives is whatever lay there before: all of it is written by the next checkpoint.
 	p.clearTable(r.number)
-	for b := range p.tableBlocks {
-		v.markDirty(r, b)
-	}
+	v.markAllDirty(r)
 	if a.live {
 		p.deriveFree(r)
 	}
@@ -607,11 +612,7 @@ func (a *applier) Free(e ondisk.Free) error {
 		a.frees = append(a.frees, freed{p, e.Slot})
 		return nil
 	}
-	// Freed twice: the first time counts.
-	p.mu.Lock()
-	p.nFreeing--
-	p.nUsed++
-	p.mu.Unlock()
+	p.countSlot(e.Slot, 1, -1) // freed twice: the first time counts
 	return nil
 }
 

@@ -37,24 +37,31 @@ func newDiscarder(v *Volume) *discarder {
 	d := &discarder{v: v}
 	d.cond = sync.NewCond(&d.mu)
 	for _, m := range v.members {
-		on := m.dev.Kind() == drive.Block
-		if v.o.Discard != nil {
-			on = *v.o.Discard
-		}
-		d.on[m.index] = on
-		d.any = d.any || on
+		d.admit(m)
 	}
 	return d
 }
 
-// add queues slots; false means that the caller frees them itself, at once.
-func (d *discarder) add(p *Pool, slots []uint32) bool {
-	if !d.any {
-		return false
+// admit decides whether a drive is told about freed slots.
+func (d *discarder) admit(m *member) {
+	if m.dev == nil {
+		return
+	}
+	on := m.dev.Kind() == drive.Block
+	if d.v.o.Discard != nil {
+		on = *d.v.o.Discard
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.stop || d.n+len(slots) > discardQueueMax {
+	d.on[m.index] = on
+	d.any = d.any || on
+}
+
+// add queues slots; false means that the caller frees them itself, at once.
+func (d *discarder) add(p *Pool, slots []uint32) bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if !d.any || d.stop || d.n+len(slots) > discardQueueMax {
 		return false
 	}
 	d.wait = append(d.wait, pending{p, slots})
@@ -110,7 +117,7 @@ func (d *discarder) discardSlots(work []pending) {
 	}
 	for index, list := range ranges {
 		for _, r := range mergeRanges(list) {
-			d.discard(d.v.byIndex[index], r.unit, r.units)
+			d.discard(d.v.member(uint16(index)), r.unit, r.units)
 		}
 	}
 	for _, w := range work {
@@ -143,10 +150,12 @@ func (d *discarder) asks(m *member) bool {
 
 // discard tells one drive about one range. A drive that cannot is not asked again.
 func (d *discarder) discard(m *member, unit, units uint64) {
-	if !d.asks(m) {
+	if m == nil || m.lost() || !d.asks(m) {
 		return
 	}
-	err := m.dev.Discard(int64(unit)*ondisk.BlockBytes, int64(units)*ondisk.BlockBytes)
+	err := m.bounded(func() error {
+		return m.dev.Discard(int64(unit)*ondisk.BlockBytes, int64(units)*ondisk.BlockBytes)
+	})
 	if err == nil {
 		return
 	}

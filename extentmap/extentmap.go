@@ -13,11 +13,19 @@
 // Space that a row gives back is not used again before a later checkpoint is durable: until then the catalog on the
 // drives still names the row.
 //
+// # Drives that fail
+//
+// A drive that fails to write metadata, or to flush, is lost: nothing is asked of it any more, and the rows on it are
+// unavailable. Before anything is acknowledged without it, the labels of the others durably name a new epoch and who
+// holds it, so a later mount knows that the lost drive is behind.
+//
 // # Locks
 //
-// In this order; once the volume is mounted none is held across I/O, but for checkpointMu:
+// In this order; once the volume is mounted none but the first three is held across I/O, and no verb takes those:
 //
 //	Volume.checkpointMu  one checkpoint at a time
+//	Volume.journalMu     one batch at a time, or a change of the drives
+//	Volume.labelMu       the labels, and who holds the epoch
 //	Volume.applyMu       the record tables in memory, dirty bits, what the journal's head is
 //	Volume.mu            structure: pools, rows, tenants, families, segments
 //	Pool.mu              which slots are free
@@ -33,9 +41,11 @@ var (
 	ErrMissing = errors.New("extentmap: a member drive is missing")
 	ErrForeign = errors.New("extentmap: not a drive of this volume")
 	// ErrOpen: the drive's file cannot be opened, whatever is on it.
-	ErrOpen        = errors.New("extentmap: cannot open a drive")
-	ErrDuplicate   = errors.New("extentmap: two copies of one drive")
-	ErrStale       = errors.New("extentmap: drive is older than the volume")
+	ErrOpen      = errors.New("extentmap: cannot open a drive")
+	ErrDuplicate = errors.New("extentmap: two copies of one drive")
+	ErrStale     = errors.New("extentmap: drive is older than the volume")
+	// ErrDiverged: the drives went on apart from each other; one part must be forgotten.
+	ErrDiverged    = errors.New("extentmap: the drives have diverged")
 	ErrNewerFormat = errors.New("extentmap: format not understood by this version")
 	ErrBusy        = errors.New("extentmap: volume is in use")
 	ErrCorrupt     = errors.New("extentmap: metadata is damaged")
@@ -54,7 +64,8 @@ var (
 	ErrTruncated = errors.New("extentmap: drive is truncated")
 	// ErrClosed: the volume was closed or abandoned.
 	ErrClosed = errors.New("extentmap: volume is closed")
-	// ErrFailed: a metadata write failed earlier; nothing more is accepted until the volume is mounted again.
+	// ErrFailed: the last copy of the metadata could not be written; nothing more is accepted until the volume is mounted
+	// again.
 	ErrFailed = errors.New("extentmap: volume stopped after a metadata write error")
 )
 

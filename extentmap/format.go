@@ -14,6 +14,7 @@ import (
 
 const (
 	minSegmentBytes = 256 << 10
+	minSegments     = 4 // of a drive
 	maxSegmentBytes = 1 << 30
 	minJournalBytes = 1 << 20 // by default
 	leastJournal    = 64 << 10
@@ -149,13 +150,18 @@ func (p *FormatPlan) layOut(drives []drive.Drive, o *FormatOptions) error {
 	if p.JournalBytes == 0 {
 		p.JournalBytes = min(max(smallest/256&^(ondisk.BlockBytes-1), minJournalBytes), maxJournalBytes)
 	}
+	// The catalog has room for the most rows that the drives can hold, and for those of drives that are added later: as
+	// many as a volume can have, each as large as the largest of these, as far as 1/128 of the smallest drive suffices.
 	segments := uint64(0)
 	for _, d := range drives {
 		segments += uint64(d.Size()) / p.SegmentBytes
 	}
-	// The catalog has room for the most rows that the drives can hold, and a budget for pools.
+	rowBytes := uint64(ondisk.RowEntrySize(p.Width))
+	rows := segments / uint64(p.Width) * rowBytes
+	later := ondisk.MaxDrives * (largest / p.SegmentBytes) / uint64(p.Width) * rowBytes
+	rows = max(rows, min(later, smallest/128))
 	budget := min(max(smallest/256, poolBudgetMin), poolBudgetMax)
-	stream := segments/uint64(p.Width)*uint64(ondisk.RowEntrySize(p.Width)) + budget
+	stream := rows + budget
 	r := &p.region
 	r.SuperblockUnit, r.JournalUnit = 1, 1+ondisk.SuperblockSlots
 	r.JournalBlocks = p.JournalBytes / ondisk.BlockBytes
@@ -167,8 +173,8 @@ func (p *FormatPlan) layOut(drives []drive.Drive, o *FormatOptions) error {
 	p.MetadataBytes = (r.SegmentUnit + 1) * ondisk.BlockBytes
 	for i, d := range drives {
 		n := p.segmentsOf(d)
-		if n < 4 {
-			need := (r.SegmentUnit+4*su)*ondisk.BlockBytes + ondisk.BlockBytes
+		if n < minSegments {
+			need := (r.SegmentUnit+minSegments*su)*ondisk.BlockBytes + ondisk.BlockBytes
 			return &DriveError{Err: ErrTooSmall, Name: d.Name(), Index: -1,
 				Advice: fmt.Sprintf("%d bytes; with segments of %d bytes it needs at least %d", d.Size(),
 					p.SegmentBytes, need)}
@@ -186,11 +192,16 @@ func (p *FormatPlan) layOut(drives []drive.Drive, o *FormatOptions) error {
 const metadataDrives = 2
 
 func (p *FormatPlan) segmentsOf(d drive.Drive) uint64 {
-	end := uint64(d.Size())/ondisk.BlockBytes - 1 // the last unit is the label's second copy
-	if end <= p.region.SegmentUnit {
+	return uint64(segmentsOf(&p.region, uint64(d.Size())/ondisk.BlockBytes))
+}
+
+// segmentsOf is how many segments a drive of so many units has.
+func segmentsOf(r *ondisk.Region, units uint64) uint32 {
+	end := units - 1 // the last unit is the label's second copy
+	if units == 0 || end <= r.SegmentUnit {
 		return 0
 	}
-	return min((end-p.region.SegmentUnit)/uint64(p.region.SegmentUnits), ondisk.MaxSegments)
+	return uint32(min((end-r.SegmentUnit)/uint64(r.SegmentUnits), ondisk.MaxSegments))
 }
 
 // Format writes labels, superblocks, an empty journal and catalog to the drives, and flushes.
@@ -260,22 +271,11 @@ func (p *FormatPlan) newLabels(drives []drive.Drive, o *FormatOptions) ([]*ondis
 func (p *FormatPlan) formatDrive(d drive.Drive, l *ondisk.Label, now time.Time) error {
 	const block = ondisk.BlockBytes
 	r := &l.Region
-	last := int64(l.Units-1) * block
-	if err := d.WriteZeroes(0, block); err != nil {
-		return err
-	}
-	if err := d.WriteZeroes(last, block); err != nil {
-		return err
-	}
-	if err := d.Flush(); err != nil {
-		return err
-	}
-	// Everything up to the first segment: also what another filesystem left there.
-	if err := d.WriteZeroes(block, int64(r.SegmentUnit-1)*block); err != nil {
+	if err := clearDrive(d, r); err != nil {
 		return err
 	}
 	sb := ondisk.Superblock{Sequence: 2, Volume: l.Volume, Epoch: l.Epoch, Nonce: l.Nonce, NextCommit: 1,
-		Time: now.UnixNano()}
+		Time: now.UnixNano(), JournalNonce: l.Nonce}
 	sb.Unit = r.SuperblockUnit + sb.Sequence%ondisk.SuperblockSlots
 	b := drive.AlignedBuffer(block)
 	sb.Encode(b)
@@ -296,6 +296,27 @@ func (p *FormatPlan) formatDrive(d drive.Drive, l *ondisk.Label, now time.Time) 
 		}
 	}
 	return d.Flush()
+}
+
+// wipeLabels makes a drive unrecognisable.
+func wipeLabels(d drive.Drive) error {
+	const block = ondisk.BlockBytes
+	err := d.WriteZeroes(0, block)
+	if err == nil {
+		err = d.WriteZeroes(d.Size()/block*block-block, block)
+	}
+	if err == nil {
+		err = d.Flush()
+	}
+	return err
+}
+
+// clearDrive empties a drive up to the first segment: also of what another filesystem left there.
+func clearDrive(d drive.Drive, r *ondisk.Region) error {
+	if err := wipeLabels(d); err != nil {
+		return err
+	}
+	return d.WriteZeroes(ondisk.BlockBytes, int64(r.SegmentUnit-1)*ondisk.BlockBytes)
 }
 
 func firstError(errs ...error) error {

@@ -143,18 +143,18 @@ func TestWorkedExample(t *testing.T) {
 	l := readLabel(t, set, 3)
 	require.Equal(t, uint64(16384), l.Units)
 	r := l.Region
-	require.Equal(t, [7]uint64{3, 256, 259, 70, 448, 64, 248}, [7]uint64{r.JournalUnit, r.JournalBlocks, r.CatalogUnit,
+	require.Equal(t, [7]uint64{3, 256, 259, 131, 576, 64, 246}, [7]uint64{r.JournalUnit, r.JournalBlocks, r.CatalogUnit,
 		r.CatalogBlocks, r.SegmentUnit, uint64(r.SegmentUnits), uint64(r.Segments)})
 	v := open(t, set.Drives(), extentmap.Options{})
 	p := createPool(t, v, spec("p", 3))
 	require.Equal(t, uint32(64), p.SlotsPerRow())
 	addRow(t, p)
-	require.Equal(t, []extentmap.Row{{Number: 0, Drives: []uint16{0, 1, 2, 3}, Units: []uint64{448, 448, 448, 448}}},
+	require.Equal(t, []extentmap.Row{{Number: 0, Drives: []uint16{0, 1, 2, 3}, Units: []uint64{576, 576, 576, 576}}},
 		p.Rows())
 	i := v.Info()
-	require.Equal(t, []uint32{246, 246, 247, 247}, []uint32{i.Drives[0].FreeSegments, i.Drives[1].FreeSegments,
+	require.Equal(t, []uint32{244, 244, 245, 245}, []uint32{i.Drives[0].FreeSegments, i.Drives[1].FreeSegments,
 		i.Drives[2].FreeSegments, i.Drives[3].FreeSegments})
 	d, unit, units, ok := p.Extent(5, 2)
 	require.True(t, ok)
-	require.Equal(t, [3]uint64{3, 454, 1}, [3]uint64{uint64(d), unit, uint64(units)})
+	require.Equal(t, [3]uint64{3, 582, 1}, [3]uint64{uint64(d), unit, uint64(units)})
 }

@@ -3,6 +3,7 @@ package extentmap
 import (
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -41,6 +42,11 @@ func (v *Volume) load(list []candidate) error {
 	}
 	v.catDirty = damaged
 	v.loadTables(a.loaded)
+	v.mu.Lock()
+	for _, r := range a.loaded {
+		r.pool.review(r)
+	}
+	v.mu.Unlock()
 	if err := v.replay(super); err != nil {
 		return err
 	}
@@ -91,9 +97,9 @@ func (v *Volume) readSuperblock() (*ondisk.Superblock, error) {
 // readCatalog reads the catalog's stream, each block from whichever drive has it right. damaged says that some drive
 // has not: the next checkpoint writes the catalog anew.
 func (v *Volume) readCatalog(super *ondisk.Superblock) (stream []byte, damaged bool, err error) {
-	if uint64(super.CatalogBlocks) > v.members[0].region.CatalogBlocks {
+	if uint64(super.CatalogBlocks) > v.region.CatalogBlocks {
 		return nil, false, fmt.Errorf("%w: superblock names a catalog of %d blocks; an area has %d",
-			ErrCorrupt, super.CatalogBlocks, v.members[0].region.CatalogBlocks)
+			ErrCorrupt, super.CatalogBlocks, v.region.CatalogBlocks)
 	}
 	first := v.catalogUnit(super.CatalogArea)
 	copies := make([][]byte, len(v.metadata))
@@ -157,21 +163,33 @@ func (v *Volume) loadTables(rows []*row) {
 	wg.Wait()
 }
 
-// loadTable reads one row's table: the first copy, and the second of each block of which the first is not right. A
+// loadTable reads one row's table: its first copy, and the second of each block of which the first is not right. A
 // block of which neither is right holds no records any more: its files are misses. The same holds for a single record
 // that is not one. Whatever was not right is written anew. After a crash the second copies are read as well, because
 // they may have been in writing.
 func (v *Volume) loadTable(r *row, repair func(block uint32)) {
 	p := r.pool
 	t := p.rowTable(r.number)
+	copies := v.tableCopies(r)
+	for c := range r.tables {
+		// A drive that comes back is behind, and a row may have found too few places: both are written whole.
+		if r.tables[c] == ondisk.NoLocator || v.covered(r, c) && !slices.Contains(copies, c) {
+			for block := range p.tableBlocks {
+				repair(block)
+			}
+		}
+	}
+	if len(copies) == 0 {
+		return
+	}
 	for first := uint32(0); first < p.tableBlocks; first += readBlocks {
 		n := min(readBlocks, p.tableBlocks-first)
 		part := t[int(first)*ondisk.BlockBytes:][:int(n)*ondisk.BlockBytes]
-		read := v.byIndex[r.tables[0].Drive()].readAt(part, r.tables[0].Unit()+uint64(first)) == nil
+		read := v.readTable(part, r, copies[0], first) == nil
 		for i := range n {
 			b := part[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
-			if !read || v.openTable(b, r, 0, first+i) != nil {
-				if !v.loadSecond(b, r, first+i) {
+			if !read || v.openTable(b, r, copies[0], first+i) != nil {
+				if len(copies) == 1 || !v.loadBlock(b, r, copies[1], first+i) {
 					clear(b)
 					v.damaged.Add(1)
 				}
@@ -180,20 +198,47 @@ func (v *Volume) loadTable(r *row, repair func(block uint32)) {
 			v.checkRecords(b, r, first+i, repair)
 		}
 	}
-	if !v.wasClean && !v.readOnly {
+	if !v.wasClean && !v.readOnly && len(copies) == 2 {
 		v.checkSecond(r, repair)
 	}
+}
+
+// tableCopies lists the copies of a row's record table that count: those on the drives that took part longest. Where
+// none can be read, nobody knows what the table holds, and the row is of no use until its drives come back.
+func (v *Volume) tableCopies(r *row) (copies []int) {
+	best := uint64(0)
+	for c := range r.tables {
+		if !v.covered(r, c) {
+			continue
+		}
+		if m := v.member(r.tables[c].Drive()); m.stale && !v.covered(r, 1-c) && r.tables[1-c] != ondisk.NoLocator {
+			continue // the one that is missing may know more
+		}
+		switch rank := v.member(r.tables[c].Drive()).rank; {
+		case rank > best:
+			best, copies = rank, []int{c}
+		case rank == best:
+			copies = append(copies, c)
+		}
+	}
+	r.noTable = len(copies) == 0 && (r.tables[0] != ondisk.NoLocator || r.tables[1] != ondisk.NoLocator)
+	return copies
+}
+
+func (v *Volume) readTable(b []byte, r *row, c int, block uint32) error {
+	l := r.tables[c]
+	return v.member(l.Drive()).readAt(b, l.Unit()+uint64(block))
 }
 
 // checkSecond has the blocks written anew whose second copy is not right.
 func (v *Volume) checkSecond(r *row, repair func(block uint32)) {
 	blocks := r.pool.tableBlocks
 	buffer := drive.AlignedBuffer(int(min(readBlocks, blocks)) * ondisk.BlockBytes)
-	defer drive.FreeBuffer(buffer)
+	defer v.freeBuffer(buffer, v.timeouts.Load())
 	for first := uint32(0); first < blocks; first += readBlocks {
 		n := min(readBlocks, blocks-first)
 		part := buffer[:int(n)*ondisk.BlockBytes]
-		read := v.byIndex[r.tables[1].Drive()].readAt(part, r.tables[1].Unit()+uint64(first)) == nil
+		read := v.readTable(part, r, 1, first) == nil
 		for i := range n {
 			if !read || v.openTable(part[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes], r, 1, first+i) != nil {
 				repair(first + i)
@@ -209,10 +254,9 @@ func (v *Volume) openTable(b []byte, r *row, copy int, block uint32) error {
 	return err
 }
 
-// loadSecond reads a block from the second copy.
-func (v *Volume) loadSecond(b []byte, r *row, block uint32) bool {
-	l := r.tables[1]
-	return v.byIndex[l.Drive()].readAt(b, l.Unit()+uint64(block)) == nil && v.openTable(b, r, 1, block) == nil
+// loadBlock reads a single block of a copy.
+func (v *Volume) loadBlock(b []byte, r *row, c int, block uint32) bool {
+	return v.readTable(b, r, c, block) == nil && v.openTable(b, r, c, block) == nil
 }
 
 // checkRecords empties what is not a record: damage of one is a miss and spares the others.
@@ -231,7 +275,7 @@ func (v *Volume) checkRecords(b []byte, r *row, block uint32, repair func(uint32
 // replay applies the journal's whole batches in memory.
 func (v *Volume) replay(super *ondisk.Superblock) error {
 	j := v.journal
-	j.Nonce = super.Nonce
+	j.Nonce = super.JournalNonce
 	if v.wasClean && v.endsAtTail(&j, super) {
 		return nil
 	}

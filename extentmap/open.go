@@ -23,6 +23,12 @@ import (
 // Options of Open.
 type Options struct {
 	ReadOnly bool
+	// Degraded mounts without drives that are missing, if at least half are there, one with the newest metadata among
+	// them.
+	Degraded bool
+	// DriveTimeout is how long a drive may take for one operation before it is given up: 30 s by default, negative for no
+	// bound.
+	DriveTimeout time.Duration
 	// Open opens one path; tests put recording, faulty or memory drives here. nil means drive.Open.
 	Open func(path string, o drive.Options) (drive.Drive, error)
 	// Paths within the given drives' directories are searched for the other members unless NoScan.
@@ -44,6 +50,9 @@ func (o *Options) setDefaults() {
 	if o.CheckpointSeconds <= 0 {
 		o.CheckpointSeconds = checkpointSeconds
 	}
+	if o.DriveTimeout == 0 {
+		o.DriveTimeout = driveTimeout
+	}
 	if o.Now == nil {
 		o.Now = time.Now
 	}
@@ -51,6 +60,9 @@ func (o *Options) setDefaults() {
 		o.Random = rand.Reader
 	}
 }
+
+// driveTimeout is the default of Options.DriveTimeout: what the kernel itself gives an NVMe command.
+const driveTimeout = 30 * time.Second
 
 // Open mounts the volume whose members are found from any of the paths (devices or files; their directories are
 // scanned).
@@ -233,9 +245,9 @@ func OpenDrives(drives []drive.Drive, o Options) (*Volume, error) {
 		if err != nil {
 			return nil, err
 		}
-		list = append(list, candidate{d, l})
+		list = append(list, candidate{dev: d, label: l})
 	}
-	newest, err := checkMembers(list, o.ReadOnly)
+	list, newest, err := selectMembers(list, &o)
 	if err != nil {
 		return nil, err
 	}
@@ -255,27 +267,58 @@ func newVolume(list []candidate, l *ondisk.Label, o Options) *Volume {
 	v := &Volume{
 		o: o, uuid: l.Volume, tag: ondisk.VolumeTag(l.Volume), name: l.Name, width: int(l.Width),
 		segmentUnits: l.Region.SegmentUnits, readOnly: o.ReadOnly, draft: l.Incompat&ondisk.FeatureDraft != 0,
-		wasClean: l.Clean,
+		wasClean: l.Clean, common: *l, region: l.Region, rowsChanged: make(chan struct{}, 1),
 		families: map[uint16]*ondisk.Family{}, tenants: map[uint32]ondisk.Tenant{},
 		wake: make(chan struct{}, 1), kick: make(chan struct{}, 1), stop: make(chan struct{}),
 	}
 	v.room = sync.NewCond(&v.applyMu)
-	sort.Slice(list, func(i, j int) bool { return list[i].label.Index < list[j].label.Index })
-	for _, c := range list {
-		m := newMember(c.dev, c.label)
+	var have [ondisk.MaxDrives]*candidate
+	for i := range list {
+		have[list[i].label.Index] = &list[i]
+	}
+	segments, largest := uint64(0), uint64(0)
+	for i := range l.Members {
+		if l.Members[i].State != ondisk.DriveActive {
+			continue
+		}
+		var m *member
+		if c := have[i]; c != nil {
+			m = newMember(v, c.dev, c.label)
+			m.role = l.Metadata>>i&1 != 0 && !c.stale
+			if m.stale = c.stale; m.stale {
+				m.rank = c.label.Epoch
+			}
+		} else {
+			m = newMember(v, nil, missingLabel(l, i))
+			m.cause = errors.New("it was not there at the mount")
+		}
 		v.members = append(v.members, m)
-		v.byIndex[m.index] = m
+		v.byIndex[i].Store(m)
 		if m.role {
 			v.metadata = append(v.metadata, m)
 		}
-		v.segments += uint64(m.region.Segments)
+		segments += uint64(m.region.Segments)
+		largest = max(largest, uint64(m.region.Segments))
 	}
-	v.rows = make([]atomic.Pointer[row], min(v.segments/uint64(v.width)+2, maxRowRefs))
+	// Tables in memory never move: they are made for the drives that may be added until the next mount, too.
+	v.segmentsMax = segments + drivesAddable*largest
+	v.rows = make([]atomic.Pointer[row], min(v.segmentsMax/uint64(v.width)+2, maxRowRefs))
 	r := &l.Region
 	v.journal = ondisk.Journal{First: r.JournalUnit, Blocks: r.JournalBlocks, Tag: v.tag}
 	v.discards = newDiscarder(v)
 	v.lastHits = o.Now()
 	return v
+}
+
+// drivesAddable is how many drives as large as the largest one a pool can make use of before the next mount.
+const drivesAddable = 8
+
+// missingLabel is what the label of a member says that is not here.
+func missingLabel(l *ondisk.Label, i int) *ondisk.Label {
+	c := *l
+	c.Index, c.Drive, c.Units = uint16(i), l.Members[i].UUID, l.Members[i].Units
+	c.Region.Segments = segmentsOf(&l.Region, c.Units)
+	return &c
 }
 
 // start makes a loaded volume live. A read-only one needs nothing.
@@ -291,6 +334,9 @@ func (v *Volume) start() error {
 	// The first checkpoint makes what was replayed durable under the new nonce: nothing that an earlier mount left
 	// half-written behind the journal's end can come to life later.
 	if err := v.checkpoint(false); err != nil {
+		return err
+	}
+	if err := v.exclusively(v.settleMembers); err != nil {
 		return err
 	}
 	v.committing.Add(1)
@@ -319,7 +365,9 @@ func (v *Volume) Close() error {
 			err = v.checkpoint(true)
 		}
 		if err == nil {
-			err = v.writeLabels(v.epoch, true)
+			v.labelMu.Lock()
+			err = v.renewLabels(nil, func(l *ondisk.Label) { l.Base, l.Clean = l.Epoch, true })
+			v.labelMu.Unlock()
 		}
 	}
 	return firstError(err, v.release())
@@ -371,7 +419,10 @@ func (v *Volume) release() error {
 	}
 	var err error
 	for _, m := range v.members {
-		err = firstError(err, m.dev.Close())
+		err = firstError(err, m.close())
+	}
+	for _, d := range v.retired {
+		err = firstError(err, d.Close())
 	}
 	return err
 }

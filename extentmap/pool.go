@@ -60,6 +60,7 @@ type Pool struct {
 	durable   bool
 	limits    limits
 	rowCount  uint32
+	away      uint32                // durable rows that are unavailable
 	numbers   []uint64              // bit per row number in use
 	pending   map[uint32]*row       // added and not durable
 	byNumber  []atomic.Pointer[row] // durable rows
@@ -101,8 +102,17 @@ type row struct {
 
 	free     uint32   // Pool.mu
 	freeBy   []uint32 // by residue
+	used     uint32   // allocated or committed
+	freeing  uint32
 	dropping bool
 	dropped  func(error)
+
+	// away: it lies on a drive that is lost, and does not count. Changed under Volume.mu and Pool.mu.
+	away atomic.Bool
+	// noTable: its record table is on drives that were not there at the mount; nobody knows what it holds. Volume.applyMu.
+	noTable bool
+	// condemned: its drive is being forgotten, and no transaction may name its slots. Volume.queueMu.
+	condemned bool
 }
 
 // Row is a row's number in its pool and where its entries lie.
@@ -110,6 +120,7 @@ type Row struct {
 	Number uint32
 	Drives []uint16 // W
 	Units  []uint64 // W: first unit of each entry
+	Away   bool     // it lies on a drive that is lost
 }
 
 // NoSlot is no slot.
@@ -164,11 +175,11 @@ func (p *Pool) size() error {
 		return fmt.Errorf("%w: slots of %d units are too small: a row's record table needs %d blocks, a segment has %d",
 			ErrInvalid, p.layout.SlotUnits(), p.tableBlocks, v.segmentUnits)
 	}
-	rows := v.segments / (uint64(w) << p.shift)
+	rows := v.segmentsMax / (uint64(w) << p.shift)
 	p.maxRows = uint32(min(rows, uint64(NoSlot-1)/uint64(p.slotsPerRow), maxRowRefs-1))
 	if p.maxRows == 0 {
 		return fmt.Errorf("%w: a row takes %d segments and the volume has %d", ErrNoSpace, uint64(w)<<p.shift,
-			v.segments)
+			v.segmentsMax)
 	}
 	return nil
 }
@@ -272,9 +283,10 @@ func (p *Pool) Capacity() uint32 {
 	v := p.v
 	v.mu.Lock()
 	defer v.mu.Unlock()
-	rows := uint64(p.rowCount) + v.roomForRows(p)
+	have := uint64(p.rowCount - p.away)
+	rows := have + v.roomForRows(p)
 	if p.limits.maxBytes != 0 {
-		rows = min(rows, max(p.limits.maxBytes/p.rowBytes(), uint64(p.rowCount)))
+		rows = min(rows, max(p.limits.maxBytes/p.rowBytes(), have))
 	}
 	slots := uint32(min(rows, uint64(p.maxRows))) * p.slotsPerRow
 	if p.limits.maxSlots != 0 {
@@ -289,7 +301,7 @@ func (p *Pool) Rows() []Row {
 	for i := range p.highest.Load() {
 		if r := p.byNumber[i].Load(); r != nil {
 			out = append(out, Row{Number: r.number, Drives: append([]uint16(nil), r.drives...),
-				Units: append([]uint64(nil), r.units...)})
+				Units: append([]uint64(nil), r.units...), Away: r.away.Load()})
 		}
 	}
 	return out
@@ -316,11 +328,8 @@ func (p *Pool) Extent(slot uint32, object uint16) (driveIndex uint16, unit uint6
 
 // Resolve finds whose bytes a unit of a drive holds. Lock-free: called for every command of the virtual controller.
 func (v *Volume) Resolve(driveIndex uint16, unit uint64) (p *Pool, slot uint32, object uint16, within uint32, ok bool) {
-	if driveIndex >= ondisk.MaxDrives {
-		return nil, 0, 0, 0, false
-	}
-	m := v.byIndex[driveIndex]
-	if m == nil {
+	m := v.member(driveIndex)
+	if m == nil || m.lost() {
 		return nil, 0, 0, 0, false
 	}
 	s, ok := m.segmentOf(unit)
@@ -467,7 +476,7 @@ func (p *Pool) Alloc(parent uint32) (slot uint32, ok bool) {
 	want := p.residue
 	if pr := p.parentRow(parent); pr != nil {
 		want = (parent%p.slotsPerRow%w + 1) % w
-		if pr.free > 0 {
+		if pr.free > 0 && !pr.away.Load() {
 			return p.take(pr, want), true
 		}
 		if r := p.rowOnDrives(pr.driveSet); r != nil {
@@ -499,7 +508,7 @@ func (p *Pool) take(r *row, residue uint32) uint32 {
 			b := uint32(bits.TrailingZeros64(free))
 			p.busy[base+i] |= 1 << b
 			p.countFree(r, residue, -1)
-			p.nUsed++
+			p.count(r, 1, 0)
 			return r.number*p.slotsPerRow + (uint32(i)*64+b)*w + residue
 		}
 	}
@@ -510,6 +519,9 @@ func (p *Pool) take(r *row, residue uint32) uint32 {
 func (p *Pool) countFree(r *row, residue uint32, d int32) {
 	r.freeBy[residue] += uint32(d)
 	r.free += uint32(d)
+	if r.away.Load() {
+		return
+	}
 	p.nFree += uint32(d)
 	if r.free == 0 {
 		p.hasFree[r.number/64] &^= 1 << (r.number % 64)
@@ -517,6 +529,82 @@ func (p *Pool) countFree(r *row, residue uint32, d int32) {
 		p.hasFree[r.number/64] |= 1 << (r.number % 64)
 		p.from = min(p.from, r.number)
 	}
+}
+
+// count keeps the counts of slots that are not free. Pool.mu.
+func (p *Pool) count(r *row, used, freeing int32) {
+	r.used += uint32(used)
+	r.freeing += uint32(freeing)
+	if !r.away.Load() {
+		p.nUsed += uint32(used)
+		p.nFreeing += uint32(freeing)
+	}
+}
+
+// countSlot is count for the row of a slot.
+func (p *Pool) countSlot(slot uint32, used, freeing int32) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.count(p.rowOf(slot), used, freeing)
+}
+
+// review takes a row out of the counts when one of its drives is lost, and in again. Volume.mu.
+func (p *Pool) review(r *row) {
+	away := !p.v.rowUsable(r)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if r.away.Load() == away {
+		return
+	}
+	word, bit := &p.hasFree[r.number/64], uint64(1)<<(r.number%64)
+	if away {
+		p.away++
+		p.nFree, p.nUsed, p.nFreeing = p.nFree-r.free, p.nUsed-r.used, p.nFreeing-r.freeing
+		*word &^= bit
+	} else {
+		p.away--
+		p.nFree, p.nUsed, p.nFreeing = p.nFree+r.free, p.nUsed+r.used, p.nFreeing+r.freeing
+		if r.free > 0 {
+			*word |= bit
+			p.from = min(p.from, r.number)
+		}
+	}
+	r.away.Store(away)
+	p.mapChange.Add(1)
+}
+
+// rowUsable says whether all of a row can be used. Volume.mu.
+func (v *Volume) rowUsable(r *row) bool {
+	for _, d := range r.drives {
+		if m := v.member(d); m == nil || !m.is(DriveOnline) {
+			return false
+		}
+	}
+	return !r.noTable
+}
+
+// reviewRows looks at all rows that have to do with a drive whose state has changed. Volume.mu.
+func (v *Volume) reviewRows(index uint16) {
+	for _, p := range v.pools {
+		for n := range p.highest.Load() {
+			if r := p.byNumber[n].Load(); r != nil && r.driveSet>>index&1 != 0 {
+				p.review(r)
+			}
+		}
+	}
+	select {
+	case v.rowsChanged <- struct{}{}:
+	default:
+	}
+}
+
+// RowsChanged tells whoever receives that rows became available or unavailable.
+func (v *Volume) RowsChanged() <-chan struct{} { return v.rowsChanged }
+
+// Available says whether a slot's row can be used: none of its drives is lost.
+func (p *Pool) Available(slot uint32) bool {
+	r := p.rowOf(slot)
+	return r != nil && !r.away.Load()
 }
 
 // firstRow is the lowest row with free slots; there is one. Low rows fill first, so high ones empty and can be dropped.
@@ -552,7 +640,7 @@ func (p *Pool) rowOnDrives(set uint64) *row {
 func (p *Pool) Unalloc(slot uint32) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.nUsed--
+	p.count(p.rowOf(slot), -1, 0)
 	p.setFree(slot)
 }
 
@@ -571,7 +659,7 @@ func (p *Pool) releaseFreed(slots []uint32) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, s := range slots {
-		p.nFreeing--
+		p.count(p.rowOf(s), 0, -1)
 		p.setFree(s)
 	}
 }
@@ -582,8 +670,12 @@ func (p *Pool) publish(r *row) {
 	v.assignRef(r)
 	p.byNumber[r.number].Store(r)
 	p.highest.Store(max(p.highest.Load(), r.number+1))
+	if !v.rowUsable(r) {
+		r.away.Store(true)
+		p.away++
+	}
 	for e, d := range r.drives {
-		m := v.byIndex[d]
+		m := v.member(d)
 		s, _ := m.segmentOf(r.units[e])
 		for i := range uint32(1) << p.shift {
 			m.owner[s+i].Store(r.ref<<ownerEntryBits | uint32(e))
@@ -624,7 +716,7 @@ func (p *Pool) deriveFree(r *row) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.nUsed += used
+	p.count(r, int32(used), 0)
 	for residue, n := range freeBy {
 		if n > 0 {
 			p.countFree(r, uint32(residue), int32(n))
@@ -635,8 +727,11 @@ func (p *Pool) deriveFree(r *row) {
 // unpublish hides a row that is dropped.
 func (p *Pool) unpublish(r *row) {
 	v := p.v
+	if r.away.Load() {
+		p.away--
+	}
 	for e, d := range r.drives {
-		m := v.byIndex[d]
+		m := v.member(d)
 		s, _ := m.segmentOf(r.units[e])
 		for i := range uint32(1) << p.shift {
 			m.owner[s+i].Store(0)

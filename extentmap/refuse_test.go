@@ -184,7 +184,7 @@ func TestRefusals(t *testing.T) {
 				editLabel(t, p[2], func(l *ondisk.Label) { l.Nonce++ })
 				return p[:1]
 			},
-			err: extentmap.ErrStale, names: []string{"P", "diverged"},
+			err: extentmap.ErrDiverged, names: []string{"P", "diverged"},
 		},
 		"newer version": {
 			damage: func(t *testing.T, _ string, p []string) []string {

@@ -2,81 +2,11 @@ package extentmap
 
 import (
 	"fmt"
-	"math/bits"
+	"slices"
 	"sort"
-	"sync/atomic"
 
-	"tuttifs/drive"
 	"tuttifs/extentmap/ondisk"
 )
-
-// member is one drive of the mounted volume and what its segments are used for. Data rows take segments from the
-// bottom, record tables from the top, so that long runs stay whole in between. Guarded by Volume.mu, but for owner.
-type member struct {
-	dev    drive.Drive
-	index  uint16
-	uuid   [16]byte
-	label  *ondisk.Label // as last written
-	region ondisk.Region
-	shift  int  // log2 of the segment's units
-	role   bool // holds journal, catalog and superblock
-
-	// owner says for each segment whose entry it belongs to: row reference << ownerEntryBits | entry; 0 for none.
-	owner  []atomic.Uint32
-	used   []uint64 // bit per segment: row, record tables, or given back and not yet free
-	free   uint32
-	tables []*tableSegment // highest segment first
-
-	readErrors, writeErrors atomic.Uint64
-}
-
-// tableSegment is a segment that holds record tables.
-type tableSegment struct {
-	number uint32
-	used   []uint64 // bit per unit
-	free   uint32
-}
-
-const ownerEntryBits = 6 // W is at most 64
-
-func newMember(d drive.Drive, l *ondisk.Label) *member {
-	m := &member{
-		dev: d, index: l.Index, uuid: l.Drive, label: l, region: l.Region,
-		shift: bits.TrailingZeros32(l.Region.SegmentUnits),
-		role:  l.Metadata>>l.Index&1 != 0,
-		owner: make([]atomic.Uint32, l.Region.Segments),
-		used:  make([]uint64, (l.Region.Segments+63)/64),
-		free:  l.Region.Segments,
-	}
-	if tail := l.Region.Segments % 64; tail != 0 {
-		m.used[len(m.used)-1] = ^uint64(0) << tail
-	}
-	return m
-}
-
-func (m *member) readAt(p []byte, unit uint64) error {
-	err := m.dev.ReadAt(p, int64(unit)*ondisk.BlockBytes)
-	if err != nil {
-		m.readErrors.Add(1)
-	}
-	return err
-}
-
-func (m *member) writeAt(p []byte, unit uint64) error {
-	if err := m.dev.WriteAt(p, int64(unit)*ondisk.BlockBytes); err != nil {
-		m.writeErrors.Add(1)
-		return fmt.Errorf("drive %d (%s): %w", m.index, m.dev.Name(), err)
-	}
-	return nil
-}
-
-func (m *member) flush() error {
-	if err := m.dev.Flush(); err != nil {
-		m.writeErrors.Add(1)
-		return fmt.Errorf("drive %d (%s): flush: %w", m.index, m.dev.Name(), err)
-	}
-	return nil
-}
 
 func (m *member) firstUnit(segment uint32) uint64 {
 	return m.region.SegmentUnit + uint64(segment)<<m.shift
@@ -295,7 +225,9 @@ func (v *Volume) owedSegments(but *Pool) uint64 {
 func (v *Volume) freeSegments() uint64 {
 	n := uint64(0)
 	for _, m := range v.members {
-		n += uint64(m.free)
+		if m.usable() {
+			n += uint64(m.free)
+		}
 	}
 	return n
 }
@@ -307,7 +239,7 @@ func (v *Volume) segmentsInRuns(k uint8) uint64 {
 	}
 	runs := uint64(0)
 	for _, m := range v.members {
-		for s := uint32(0); s+1<<k <= m.region.Segments; s += 1 << k {
+		for s := uint32(0); s+1<<k <= m.region.Segments && m.usable(); s += 1 << k {
 			if m.runFree(s, 1<<k) {
 				runs++
 			}
@@ -344,7 +276,7 @@ func (v *Volume) roomForRows(p *Pool) uint64 {
 // takeRow assigns W entries and two record tables to a row that is not yet anywhere else. Volume.mu.
 func (v *Volume) takeRow(p *Pool, r *row) error {
 	n := uint32(1) << p.shift
-	order := append([]*member(nil), v.members...)
+	order := v.usable()
 	sort.SliceStable(order, func(i, j int) bool { return order[i].free > order[j].free })
 	// Each round takes at most one entry from each drive, so drives are distinct where there are enough.
 	for len(r.units) < v.width {
@@ -372,25 +304,26 @@ func (v *Volume) takeRow(p *Pool, r *row) error {
 }
 
 // takeTableCopy places copy c: on the row's own drives, rotating from row to row, never on the drive of the other copy
-// if the volume has another one.
+// if there is another one.
 func (v *Volume) takeTableCopy(p *Pool, r *row, c int) bool {
-	try := func(index uint16) bool {
-		if c == 1 && len(v.members) > 1 && index == r.tables[0].Drive() {
+	online := slices.DeleteFunc(slices.Clone(v.members), func(m *member) bool { return !m.is(DriveOnline) })
+	try := func(m *member) bool {
+		if !m.is(DriveOnline) || len(online) > 1 && m.index == r.tables[1-c].Drive() {
 			return false
 		}
-		unit, ok := v.byIndex[index].takeTable(p.tableBlocks)
+		unit, ok := m.takeTable(p.tableBlocks)
 		if ok {
-			r.tables[c] = ondisk.Locate(index, unit)
+			r.tables[c] = ondisk.Locate(m.index, unit)
 		}
 		return ok
 	}
 	for i := range r.drives {
-		if try(r.drives[(int(r.number)+c+i)%len(r.drives)]) {
+		if try(v.byIndex[r.drives[(int(r.number)+c+i)%len(r.drives)]].Load()) {
 			return true
 		}
 	}
-	for _, m := range v.members {
-		if try(m.index) {
+	for _, m := range online {
+		if try(m) {
 			return true
 		}
 	}
@@ -400,7 +333,7 @@ func (v *Volume) takeTableCopy(p *Pool, r *row, c int) bool {
 // claimRow assigns what the medium says that a row has.
 func (v *Volume) claimRow(p *Pool, r *row) error {
 	for i, d := range r.drives {
-		m := v.byIndex[d]
+		m := v.member(d)
 		if m == nil {
 			return fmt.Errorf("entry %d is on drive %d, which is no member", i, d)
 		}
@@ -409,8 +342,11 @@ func (v *Volume) claimRow(p *Pool, r *row) error {
 		}
 	}
 	for _, t := range r.tables {
-		m := v.byIndex[min(t.Drive(), ondisk.MaxDrives-1)]
-		if m == nil || m.index != t.Drive() {
+		if t == ondisk.NoLocator {
+			continue // its drives were lost, and the others had no room
+		}
+		m := v.member(t.Drive())
+		if m == nil {
 			return fmt.Errorf("record table on drive %d, which is no member", t.Drive())
 		}
 		if err := m.claimTable(t.Unit(), p.tableBlocks); err != nil {
@@ -423,11 +359,17 @@ func (v *Volume) claimRow(p *Pool, r *row) error {
 // giveBack frees a row's segments and tables, as far as it has any.
 func (v *Volume) giveBack(p *Pool, r *row) {
 	for i, d := range r.drives {
-		v.byIndex[d].releaseRun(r.units[i], 1<<p.shift)
+		v.member(d).releaseRun(r.units[i], 1<<p.shift)
 	}
-	for _, t := range r.tables {
-		if t != ondisk.NoLocator {
-			v.byIndex[t.Drive()].releaseTable(t.Unit(), p.tableBlocks)
-		}
+	for c := range r.tables {
+		v.giveBackTable(p, r, c)
+	}
+}
+
+// giveBackTable frees the place of a copy of a row's record table, if it has one. Volume.mu.
+func (v *Volume) giveBackTable(p *Pool, r *row, c int) {
+	if t := r.tables[c]; t != ondisk.NoLocator {
+		v.member(t.Drive()).releaseTable(t.Unit(), p.tableBlocks)
+		r.tables[c] = ondisk.NoLocator
 	}
 }

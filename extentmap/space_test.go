@@ -448,8 +448,8 @@ func TestGroupCommitUnderLoad(t *testing.T) {
 	}
 }
 
-// TestWriteErrors: a payload drive that cannot flush fails its own transactions; a metadata drive that cannot write
-// stops the volume, and what was acknowledged survives.
+// TestWriteErrors: a payload drive that cannot flush fails its own transactions and is lost; so is a metadata drive
+// that cannot write while another one can; the last one stops the volume. What was acknowledged survives.
 func TestWriteErrors(t *testing.T) {
 	broken := errors.New("broken")
 	set := maptest.NewSet(8*mib, 8*mib, 8*mib)
@@ -483,6 +483,12 @@ func TestWriteErrors(t *testing.T) {
 		}
 		return nil
 	})
+	put(t, p, v, 5, 5)
+	for i, d := range v.Info().Drives {
+		require.Equal(t, []extentmap.DriveState{extentmap.DriveOnline, extentmap.DriveLost, extentmap.DriveLost}[i], d.State)
+	}
+	require.True(t, v.Info().Degraded)
+	set.FailWith(func(op maptest.Op) error { return broken })
 	tx := v.Begin()
 	tx.Put(p, 4, record(v, 4), 0)
 	tx.Free(p, 1)
@@ -497,8 +503,10 @@ func TestWriteErrors(t *testing.T) {
 	require.ErrorIs(t, v.Close(), extentmap.ErrFailed)
 	set.FailWith(nil)
 	v = open(t, set.Drives(), extentmap.Options{})
+	require.False(t, v.Info().Degraded, "all are in again")
 	got := committed(v.Pools()[0])
 	require.Contains(t, got, uint32(3))
+	require.Contains(t, got, uint32(5))
 	// The failed one was in flight: whole or not at all.
 	_, four := got[4]
 	_, one := got[1]

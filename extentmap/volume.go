@@ -23,22 +23,29 @@ type Volume struct {
 	predecessor  uint64
 	width        int
 	segmentUnits uint32
-	segments     uint64 // of all members
+	segmentsMax  uint64 // of all members, and of those that may be added in the mount
 	readOnly     bool
 	wasClean     bool // the volume had been unmounted
 	draft        bool
 	ownDrives    bool // Close closes them
 
-	members   []*member // by index, no gaps
-	byIndex   [ondisk.MaxDrives]*member
-	metadata  []*member // those with the metadata role
+	members   []*member // by index, lost ones included; replaced as a whole under mu
+	byIndex   [ondisk.MaxDrives]atomic.Pointer[member]
+	metadata  []*member     // those with the metadata role; replaced as a whole under mu
+	region    ondisk.Region // of all drives; Segments is none's
+	timeouts  atomic.Uint64 // operations of drives that were given up
 	rows      []atomic.Pointer[row]
 	generated atomic.Uint64
 	commits   atomic.Uint64 // next commit sequence
 
-	creating     sync.Mutex // pools go into the journal in the order of their IDs; before any other mutex
+	creating     sync.Mutex    // pools go into the journal in the order of their IDs; before any other mutex
+	changing     sync.Mutex    // one change of the drives at a time; before any other mutex
+	retired      []drive.Drive // of members that came back by another way; changing
 	checkpointMu sync.Mutex
-	lastHits     time.Time // of the last checkpoint that wrote hits; checkpointMu
+	journalMu    sync.Mutex
+	labelMu      sync.Mutex
+	common       ondisk.Label // what all labels say, as last written; labelMu
+	lastHits     time.Time    // of the last checkpoint that wrote hits; checkpointMu
 
 	applyMu   sync.Mutex
 	room      *sync.Cond // on applyMu: the tail moved, or the volume failed
@@ -65,16 +72,18 @@ type Volume struct {
 	queueBytes int
 	closing    bool
 
-	failure      atomic.Pointer[error]
-	wake         chan struct{} // committer
-	kick         chan struct{} // checkpointer
-	stop         chan struct{}
-	background   sync.WaitGroup
-	committing   sync.WaitGroup
-	discards     *discarder
-	checkpoints  atomic.Uint64
-	transactions atomic.Uint64
-	damaged      atomic.Uint64
+	failure       atomic.Pointer[error]
+	drivesChanged atomic.Bool   // since the last checkpoint: record tables may have to move
+	rowsChanged   chan struct{} // rows became available or unavailable
+	wake          chan struct{} // committer
+	kick          chan struct{} // checkpointer
+	stop          chan struct{}
+	background    sync.WaitGroup
+	committing    sync.WaitGroup
+	discards      *discarder
+	checkpoints   atomic.Uint64
+	transactions  atomic.Uint64
+	damaged       atomic.Uint64
 }
 
 // maxRowRefs bounds row references: they share a word with the entry in member.owner.
@@ -95,6 +104,10 @@ type DriveInfo struct {
 	FreeSegments uint32
 	ReadErrors   uint64
 	WriteErrors  uint64
+	Timeouts     uint64 // operations that were given up
+	State        DriveState
+	Held         bool   // given no rows yet: engines are attached that do not know it
+	Cause        string // why it is lost
 }
 
 // Info describes the volume.
@@ -113,6 +126,8 @@ type Info struct {
 	JournalBytes, JournalUsedBytes uint64
 	Checkpoints, Transactions      uint64
 	DamagedBlocks                  uint64 // record-table blocks of which no copy was right, and records refused
+	Degraded                       bool   // drives are lost, or the metadata has one copy where it could have two
+	RowsUnavailable                uint64 // rows on lost drives
 }
 
 // Info describes the volume.
@@ -128,26 +143,43 @@ func (v *Volume) Info() Info {
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	online := 0
 	for _, m := range v.members {
-		i.Drives = append(i.Drives, DriveInfo{
-			Index: m.index, UUID: m.uuid, Name: m.dev.Name(), Kind: m.dev.Kind(), Bytes: uint64(m.dev.Size()),
-			LBABytes: m.dev.LBABytes(), Direct: m.dev.Direct(), Metadata: m.role,
+		d := DriveInfo{
+			Index: m.index, UUID: m.uuid, Name: m.name(), Bytes: m.units * ondisk.BlockBytes, Metadata: m.role,
 			Discard:  !v.readOnly && v.discards.asks(m),
 			Segments: m.region.Segments, FreeSegments: m.free,
-			ReadErrors: m.readErrors.Load(), WriteErrors: m.writeErrors.Load(),
-		})
+			ReadErrors: m.readErrors.Load(), WriteErrors: m.writeErrors.Load(), Timeouts: m.timeouts.Load(),
+			State: DriveState(m.state.Load()), Held: m.held.Load(),
+		}
+		if m.dev != nil {
+			d.Kind, d.Bytes, d.LBABytes, d.Direct = m.dev.Kind(), uint64(m.dev.Size()), m.dev.LBABytes(), m.dev.Direct()
+		}
+		if m.cause != nil {
+			d.Cause = m.cause.Error()
+		}
+		i.Drives = append(i.Drives, d)
+		if m.lost() {
+			i.Degraded = true
+			continue
+		}
+		online++
 		i.TotalBytes += uint64(int(m.region.Segments)-len(m.tables)) * i.SegmentBytes
 		i.FreeBytes += uint64(m.free) * i.SegmentBytes
+	}
+	i.Degraded = i.Degraded || len(v.metadata) < min(online, metadataDrives)
+	for _, p := range v.pools {
+		i.RowsUnavailable += uint64(p.away)
 	}
 	return i
 }
 
-// Drive is the member of an index, or nil.
+// Drive is the member of an index, or nil if there is none in use.
 func (v *Volume) Drive(index uint16) drive.Drive {
-	if index >= ondisk.MaxDrives || v.byIndex[index] == nil {
-		return nil
+	if m := v.member(index); m != nil && !m.lost() {
+		return m.dev
 	}
-	return v.byIndex[index].dev
+	return nil
 }
 
 // NextGeneration is unique in the volume's life: (mount nonce, epoch<<40 | counter).
@@ -395,7 +427,7 @@ func (v *Volume) forgetPool(p *Pool, entryBytes int) {
 }
 
 func (v *Volume) catalogHasRoom(n int) bool {
-	return v.catalogBytes+n <= int(v.members[0].region.CatalogBlocks)*ondisk.PayloadBytes
+	return v.catalogBytes+n <= int(v.region.CatalogBlocks)*ondisk.PayloadBytes
 }
 
 // SetTenant adds or changes a tenant.
@@ -520,9 +552,9 @@ func (p *Pool) prepareRow() (*row, error) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	switch {
-	case p.limits.maxBytes != 0 && uint64(p.rowCount+1)*p.rowBytes() > p.limits.maxBytes:
+	case p.limits.maxBytes != 0 && uint64(p.rowCount-p.away+1)*p.rowBytes() > p.limits.maxBytes:
 		return nil, fmt.Errorf("%w: pool %s is at its maximum", ErrNoSpace, p.spec.Name)
-	case p.limits.maxSlots != 0 && p.rowCount*p.slotsPerRow >= p.limits.maxSlots+capSlack(p.limits.maxSlots):
+	case p.limits.maxSlots != 0 && (p.rowCount-p.away)*p.slotsPerRow >= p.limits.maxSlots+capSlack(p.limits.maxSlots):
 		return nil, fmt.Errorf("%w: pool %s has rows for all the files that it may have", ErrNoSpace, p.spec.Name)
 	case !v.catalogHasRoom(ondisk.RowEntrySize(v.width)):
 		return nil, fmt.Errorf("%w: the catalog has no room for another row", ErrNoSpace)
@@ -597,7 +629,7 @@ func (p *Pool) DropRow(number uint32) (*Ticket, error) {
 		return nil, fmt.Errorf("%w: no row %d", ErrInvalid, number)
 	}
 	p.mu.Lock()
-	if r.dropping || r.free != p.slotsPerRow {
+	if r.dropping || r.away.Load() || r.free != p.slotsPerRow {
 		p.mu.Unlock()
 		return nil, fmt.Errorf("%w: row %d has slots in use", ErrAgain, number)
 	}

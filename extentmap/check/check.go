@@ -255,7 +255,9 @@ type member struct {
 	// behind: the drive missed a part of the history. What lies on it is written anew, and believed only where there
 	// is nothing else.
 	behind bool
-	lost   atomic.Bool // reading its label fails by now
+	// stale: behind, and the others know it. The next mount takes it in again by itself.
+	stale bool
+	lost  atomic.Bool // reading its label fails by now
 }
 
 func newChecker(ctx context.Context, o Options) *checker {

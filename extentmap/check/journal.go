@@ -16,7 +16,7 @@ func (c *checker) checkJournal() error {
 		c.volume(errorf("journal", "", "not checked: the label says that it has %d blocks", r.JournalBlocks))
 		return nil
 	}
-	j := ondisk.Journal{First: r.JournalUnit, Blocks: r.JournalBlocks, Tag: c.tag, Nonce: s.Nonce}
+	j := ondisk.Journal{First: r.JournalUnit, Blocks: r.JournalBlocks, Tag: c.tag, Nonce: s.JournalNonce}
 	var members []*member
 	for _, m := range c.metadata() {
 		if !m.behind {

@@ -1,6 +1,7 @@
 package check
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"math/bits"
@@ -67,7 +68,7 @@ func (c *checker) chooseLabel(found []*member) error {
 		switch {
 		case c.o.Trust != "" && m.Name() == c.o.Trust:
 			c.label, trusted = m.label, true
-		case !trusted && m.label.Volume == c.label.Volume && m.label.Sequence > c.label.Sequence:
+		case !trusted && m.label.Volume == c.label.Volume && newer(m.label, c.label):
 			c.label = m.label
 		}
 	}
@@ -77,6 +78,11 @@ func (c *checker) chooseLabel(found []*member) error {
 	c.tag = ondisk.VolumeTag(c.label.Volume)
 	c.result.Volume, c.result.Label, c.result.Clean = c.label.Volume, c.label.Name, c.label.Clean
 	return nil
+}
+
+// newer compares labels of one volume: the epoch counts before the number of writings, which two halves count apart.
+func newer(a, b *ondisk.Label) bool {
+	return cmp.Or(cmp.Compare(a.Epoch, b.Epoch), cmp.Compare(a.Sequence, b.Sequence)) > 0
 }
 
 // labelCopy is what lies at one of a label's two places.
@@ -180,6 +186,10 @@ func (c *checker) admit(m *member) {
 		return
 	}
 	s := &ref.Members[l.Index]
+	if s.State == ondisk.DriveRemoved && s.UUID == l.Drive {
+		c.at(m, 0, notef("label", "leave it out", "drive %d (%s) was removed from the volume", l.Index, formatUUID(l.Drive)))
+		return
+	}
 	if s.State != ondisk.DriveActive || s.UUID != l.Drive {
 		c.at(m, 0, errorf("label", "leave it out",
 			"the volume's newest label does not list this drive (%s) as its drive %d", formatUUID(l.Drive), l.Index))
@@ -205,7 +215,9 @@ func (c *checker) admit(m *member) {
 func (c *checker) join(m *member) {
 	c.members[m.label.Index] = m
 	c.result.Drives++
-	m.behind = c.o.Trust != "" && !sameHistory(m.label, c.label)
+	left := c.label.Holders>>m.label.Index&1 == 0
+	m.stale = left && c.label.Holders&m.label.Holders != 0
+	m.behind = m.stale || c.o.Trust != "" && (left || !sameHistory(m.label, c.label))
 }
 
 // sameHistory says whether a drive stands where the trusted one does, or a step before or behind it: a mount that died

@@ -93,7 +93,7 @@ func (c *checker) newRepairer() (*repairer, error) {
 	l.Nonce = binary.LittleEndian.Uint64(nonce[:]) | 1
 	l.Predecessor, l.Base = s.Nonce, s.Epoch
 	s.Sequence++
-	s.Epoch, s.Nonce = l.Epoch, l.Nonce
+	s.Epoch, s.Nonce, s.JournalNonce = l.Epoch, l.Nonce, l.Nonce
 	s.Tail, s.Chain = c.head, 0
 	s.CatalogArea ^= 1
 	s.CatalogSeq, s.CatalogBytes, s.CatalogBlocks = s.Sequence, uint64(len(w.catalog)), uint32(blocks)

@@ -37,12 +37,18 @@ func (c *checker) claimRow(r *row) bool {
 		}
 	}
 	for i, l := range r.Tables {
+		if l == ondisk.NoLocator {
+			c.volume(warningf("row", "the next checkpoint with room elsewhere writes it",
+				"row %d of pool %d: record table %d has no place", r.Number, r.Row.Pool, i))
+			continue
+		}
 		k := claim{first: l.Unit(), units: uint64(q.tableBlocks), row: r, table: true}
 		if c.claim(l.Drive(), k, 1, fmt.Sprintf("%s: record table %d", name, i)) {
 			return false
 		}
 	}
-	if c.label.Metadata&(c.label.Metadata-1) != 0 && r.Tables[0].Drive() == r.Tables[1].Drive() {
+	if c.label.Metadata&(c.label.Metadata-1) != 0 && r.Tables[0].Drive() == r.Tables[1].Drive() &&
+		r.Tables[0] != ondisk.NoLocator {
 		return !c.badRow(nil, NoBlock, "%s: both record tables are on drive %d", name, r.Tables[0].Drive())
 	}
 	return true

@@ -153,9 +153,16 @@ func (c *checker) checkEpochs() {
 		l := m.label
 		var p problem
 		switch {
+		case m.stale:
+			c.at(m, 0, warningf("label", "the next mount takes it in again",
+				"it was last in use in epoch %d, the volume went on without it in epoch %d", l.Epoch, c.label.Epoch))
+			continue
 		case m.behind:
 			p = errorf("label", "", "it contradicts %s, which is to be trusted: epoch %d, and %d there", c.o.Trust,
 				l.Epoch, c.label.Epoch).ask(fixBehind)
+		case c.label.Holders>>l.Index&1 == 0:
+			p = errorf("label", adviceDiverged, "it went on in epoch %d without the others, which went on in epoch %d", l.Epoch,
+				c.label.Epoch)
 		case l.Epoch == s.Epoch && l.Nonce != s.Nonce || l.Epoch < s.Epoch && c.diverged(l):
 			p = errorf("label", adviceDiverged, "epoch %d was begun twice, apart from the other drives", l.Epoch)
 		case l.Epoch < s.Epoch:

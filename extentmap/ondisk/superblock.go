@@ -12,7 +12,7 @@ type Superblock struct {
 	Sequence      uint64 // of the checkpoint
 	Volume        [16]byte
 	Epoch         uint64
-	Nonce         uint64 // of the epoch; journal blocks after the tail carry it
+	Nonce         uint64 // of the epoch
 	Tail          uint64 // sequence of the first journal block that the checkpoint does not contain
 	Chain         uint32 // that block's Chain
 	CatalogArea   uint32 // 0 or 1
@@ -22,6 +22,7 @@ type Superblock struct {
 	CatalogSeq    uint64 // sequence of the catalog's blocks
 	NextCommit    uint64 // a commit sequence higher than any in the record tables
 	Time          int64  // Unix nanoseconds
+	JournalNonce  uint64 // of the epoch in which the mount began; journal blocks after the tail carry it
 }
 
 // Encode fills a block.
@@ -41,6 +42,7 @@ func (s *Superblock) Encode(b []byte) {
 	le.PutUint64(b[128:], s.CatalogSeq)
 	le.PutUint64(b[136:], s.NextCommit)
 	le.PutUint64(b[144:], uint64(s.Time))
+	le.PutUint64(b[152:], s.JournalNonce)
 	seal(b, Header{KindSuperblock, Locate(RoleDrive, s.Unit), VolumeTag(s.Volume), s.Sequence})
 }
 
@@ -66,11 +68,12 @@ func DecodeSuperblock(b []byte, unit uint64, volume [16]byte) (*Superblock, erro
 		CatalogSeq:    le.Uint64(b[128:]),
 		NextCommit:    le.Uint64(b[136:]),
 		Time:          int64(le.Uint64(b[144:])),
+		JournalNonce:  le.Uint64(b[152:]),
 	}
 	switch {
 	case s.Volume != volume:
 		return nil, ErrAddress
-	case !allZero(b[32:64]) || !allZero(b[152:]):
+	case !allZero(b[32:64]) || !allZero(b[160:]):
 		return nil, fieldError("superblock: reserved bytes")
 	case s.CatalogArea > 1:
 		return nil, fieldError("superblock: catalog area %d", s.CatalogArea)
