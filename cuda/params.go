@@ -77,8 +77,9 @@ type KernelCells struct {
 	Group   uint32 // IOCTXs
 }
 
-// KernelChunk is a piece of a batch. It is bounced as a whole, or direct as a whole: with Cells 0, an IOCTX whose memory
-// controllers cannot reach as it is gets OutcomeMemory; otherwise every IOCTX has a cell, even one that could be direct.
+// KernelChunk is a piece of a batch. It is bounced as a whole, or direct as a whole: with Cells 0, an IOCTX whose
+// memory controllers cannot reach as it is gets OutcomeMemory; otherwise every IOCTX has a cell, even one that could be
+// direct.
 type KernelChunk struct {
 	Cells uint64 // build: I/O address of the lane's cells; harvest and gather: GPU address of the staging; 0: direct
 	First uint32 // its first IOCTX
@@ -105,8 +106,9 @@ const PhaseBad = 2
 
 // BuildParams of tuttifs_build: writes the commands of a batch's chunks, in the order of the chunks, one block a queue
 // (grid: lanes * drives; block lane*Drives+drive). Command k of a chunk on a drive is that of the k-th IOCTX that lies
-// there and was not refused. A queue's commands of one launch must fit it: the host sees to that. It sets Outcomes of IOCTXs that can never be commands, writes Counts, makes all of it visible
-// to the host and then adds 1 to Done, once a block.
+// there and was not refused. A queue's commands of one launch must fit it: the host sees to that. It sets Outcomes of
+// IOCTXs that can never be commands, writes Counts, makes all of it visible to the host and then adds 1 to Done, once a
+// block.
 type BuildParams struct {
 	Tables   KernelTables
 	Cells    KernelCells
@@ -199,9 +201,9 @@ type RegisterParams struct {
 // drive from build to harvest: writes commands, rings, polls its completion queue (thread i at head + i), copies
 // between cells and runs itself. It ends when all are done, the deadline has passed or Stop is set; what is not done
 // then is OutcomeTimeout. Outcomes and Statuses are written for all, and targets of reads that were refused, failed or
-// have another sum are zeroed; those of OutcomeTimeout, OutcomeProtocol and OutcomePending are left for the host, since a
-// controller may still write to them. Queues gives back tail, head, phase and first id; after PhaseBad the queue must be
-// quiesced. Any block size that is a multiple of 32.
+// have another sum are zeroed; those of OutcomeTimeout, OutcomeProtocol and OutcomePending are left for the host, since
+// a controller may still write to them. Queues gives back tail, head, phase and first id; after PhaseBad the queue must
+// be quiesced. Any block size that is a multiple of 32.
 type PollParams struct {
 	Tables          KernelTables
 	Sums            SumsParams

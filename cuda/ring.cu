@@ -1,4 +1,916 @@
-// Kernels of the ring.
+// Kernels of the ring. params.go documents what each does and holds their parameters; docs/checksum.md defines the sums;
+// cudatest has every kernel again in Go, and its tests run both on the same inputs.
+//
+// Host memory is far: a load from it takes a microsecond or two. So a block reads what it needs to know about many
+// objects at once, one object a thread, keeps that in shared memory and then moves bytes by whole warps.
 
-// tuttifs_nop does nothing: what a launch costs.
-extern "C" __global__ void tuttifs_nop() {}
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef short i16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// What a block can have; every kernel takes any multiple of 32 threads up to this.
+#define THREADS 1024
+#define WARPS (THREADS / 32)
+#define ALL 0xffffffffu
+
+// ---- Parameters, as in params.go ----
+
+struct __align__(16) Ioctx {
+	u64 desc;
+	u32 slot;
+	u16 object, flags;
+};
+
+struct __align__(16) Object {
+	u32 offset, bytes;
+	u16 units, position;
+	u32 zero;
+};
+
+struct __align__(16) Region {
+	u64 base, limit, io, tableIO, prpIO;
+	u32 listBytes;
+	u8 kind, generation, direct, padded;
+};
+
+struct __align__(16) Run {
+	u64 address;
+	u32 bytes;
+	u32 type;
+};
+
+struct Tables {
+	const Object *objects;
+	const u64 *entries;
+	const i16 *drives;
+	const Region *regions;
+	u64 slotUnits, entryCount;
+	u32 objectCount, driveCount, width, slotsPerRow;
+};
+
+struct Cells {
+	const u32 *offsets;
+	u32 stride, group;
+};
+
+struct Chunk {
+	u64 cells;
+	u32 first, count, lane, zero;
+};
+
+struct Queue {
+	u64 sq, cq, sqTail, cqHead;
+	u32 mask, tail, head, phase, firstID, lbaShift;
+};
+
+struct BuildParams {
+	Tables tables;
+	Cells cells;
+	const Ioctx *ioctxs;
+	const Chunk *chunks;
+	const Queue *queues;
+	u32 *counts;
+	u8 *outcomes;
+	u32 *done;
+	u64 prpBase, prpDMA;
+	u32 chunkCount, lanes, drives, cellBytes;
+	u8 write, sgl, zero[6];
+};
+
+struct Sums {
+	const u64 *seeds;
+	u64 *sums;
+	const u32 *active;
+	const u16 *ordinals;
+	u32 perSlot, rankObjects, rank, zero;
+};
+
+struct MoveParams {
+	Tables tables;
+	Cells cells;
+	Sums sums;
+	const Ioctx *ioctxs;
+	const Chunk *chunks;
+	u8 *outcomes;
+	u32 *done;
+	u32 chunkCount, zero;
+};
+
+struct Strided {
+	u64 base, stride;
+	u32 bytes, zero;
+};
+
+struct RegisterParams {
+	const Strided *strided;
+	Run *table;
+	u8 *lists;
+	u64 io, blocks;
+	u32 classes, runs, listBytes, zero;
+};
+
+struct PollParams {
+	Tables tables;
+	Sums sums;
+	const Ioctx *ioctxs;
+	Queue *queues;
+	const u64 *cells, *cellsIO;
+	u8 *outcomes;
+	u16 *statuses;
+	u32 *done;
+	const u32 *stop;
+	u64 prpBase, prpDMA, deadline;
+	u32 count, lanes, drives, cellBytes, cellStride, depth;
+	u8 write, sgl, zero[6];
+};
+
+static_assert(sizeof(Ioctx) == 16 && sizeof(Object) == 16 && sizeof(Run) == 16 && sizeof(Cells) == 16, "params.go");
+static_assert(sizeof(Region) == 48 && sizeof(Tables) == 64 && sizeof(Chunk) == 24 && sizeof(Queue) == 56, "params.go");
+static_assert(sizeof(BuildParams) == 168 && sizeof(Sums) == 48 && sizeof(MoveParams) == 168, "params.go");
+static_assert(sizeof(Strided) == 24 && sizeof(RegisterParams) == 56 && sizeof(PollParams) == 232, "params.go");
+
+enum { RegionNone, RegionFlat, RegionTable };
+
+enum Outcome : u8 {
+	OutcomeOK, OutcomeUnmapped, OutcomeMemory, OutcomeInvalid, OutcomeFailed, OutcomeChecksum, OutcomeTimeout,
+	OutcomeProtocol, OutcomePending
+};
+
+const u32 PhaseBad = 2;
+
+const u16 FlagFlush = 1;
+const u32 UnitBytes = 4096, PageBytes = 4096, PageShift = 12;
+const u64 OffsetMask = (1ull << 44) - 1;
+const u64 UnitMask = (1ull << 48) - 1;
+const u64 NoEntry = ~0ull;
+
+// ---- Words shared with the host ----
+
+#ifndef TUTTIFS_EMULATED
+static __device__ __forceinline__ u32 loadAcquire(const u32 *p) {
+	u32 v;
+	asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+	return v;
+}
+
+static __device__ __forceinline__ void storeRelease(u32 *p, u32 v) {
+	asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
+static __device__ __forceinline__ u64 nanoseconds() {
+	u64 t;
+	asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)::"memory");
+	return t;
+}
+#endif
+
+// finish counts the block off when everything that its threads did is visible to the host.
+static __device__ void finish(u32 *done) {
+	__threadfence_system();
+	__syncthreads();
+	if (threadIdx.x == 0) atomicAdd_system(done, 1u);
+}
+
+// ---- Where objects lie ----
+
+// Extent is an object's place on the drives. queue is the drive's place in a lane, negative where nothing is mapped.
+struct Extent {
+	int queue;
+	u64 unit;
+	u32 bytes, payload;
+};
+
+static __device__ Extent locate(const Tables &t, const Ioctx &ctx) {
+	Extent e = {-1, 0, 0, 0};
+	if (ctx.object >= t.objectCount) return e;
+	const Object o = t.objects[ctx.object];
+	e.bytes = o.units * UnitBytes;
+	e.payload = o.bytes;
+	u32 row = ctx.slot / t.slotsPerRow, index = ctx.slot % t.slotsPerRow;
+	u32 set = index / t.width, entry = index % t.width + o.position;
+	if (entry >= t.width) entry -= t.width;
+	u64 i = u64(row) * t.width + entry;
+	if (i >= t.entryCount) return e;
+	u64 packed = t.entries[i];
+	u32 drive = u32(packed >> 48);
+	if (packed == NoEntry || drive >= t.driveCount) return e;
+	e.queue = t.drives[drive];
+	e.unit = (packed & UnitMask) + set * t.slotUnits + o.offset;
+	return e;
+}
+
+// Memory is what a descriptor names: runs for at least the payload.
+struct Memory {
+	Region region;
+	u64 index;      // table: of the first entry; flat: byte offset
+	u64 first;      // GPU address of the first run
+	u64 total;      // bytes of the runs
+	const Run *runs; // entries; 0 for flat memory
+	u32 count;
+	u32 firstBytes;
+	u32 bits; // or-ed: where runs begin and, but for the last one, end
+};
+
+// lookup finds a descriptor's memory. It is false if that is not registered or shorter than the payload.
+static __device__ bool lookup(const Tables &t, u64 desc, u32 payload, Memory &m) {
+	m.region = t.regions[desc >> 44 & 0xfff];
+	const Region &r = m.region;
+	if (r.kind == RegionNone || r.generation != u8(desc >> 56)) return false;
+	m.index = desc & OffsetMask;
+	if (r.kind == RegionFlat) {
+		if (m.index > r.limit || r.limit - m.index < payload) return false;
+		m.first = r.base + m.index;
+		m.total = r.limit - m.index;
+		m.runs = 0;
+		m.count = 1;
+		m.firstBytes = m.total > ALL ? ALL : u32(m.total);
+		m.bits = u32(m.first);
+		return true;
+	}
+	m.runs = reinterpret_cast<const Run *>(r.base) + m.index;
+	m.first = m.total = 0;
+	m.count = m.firstBytes = m.bits = 0;
+	u32 end = 0; // of the run before
+	for (; m.total < payload; m.count++) {
+		if (m.index + m.count >= r.limit) return false;
+		const Run run = m.runs[m.count];
+		if (run.bytes == 0) return false;
+		u64 address = run.address - r.io;
+		if (m.count == 0) {
+			m.first = address;
+			m.firstBytes = run.bytes;
+		}
+		m.bits |= u32(address) | end;
+		end = run.bytes;
+		m.total += run.bytes;
+	}
+	return true;
+}
+
+// ---- Commands ----
+
+// Pointer is a command's data pointer.
+struct Pointer {
+	u64 a, b;
+};
+
+// Wire is how controllers are told about memory.
+struct Wire {
+	u64 prpBase, prpDMA;
+	bool write, sgl;
+};
+
+static __device__ __forceinline__ u32 pagesOf(u64 address, u32 n) {
+	return ((u32(address) & (PageBytes - 1)) + n + PageBytes - 1) >> PageShift;
+}
+
+// windowList is the address in the windows over the DMA memory (gio's prpTable) of a list of n entries, the first of
+// which names the given page.
+static __device__ u64 windowList(const Wire &w, u32 page, u32 n) {
+	const u32 window = PageBytes / 8 - 1, half = window / 2;
+	u32 j = 2 * (page / window + 1), at = page % window;
+	if (at >= half) {
+		j++;
+		at -= half;
+	}
+	if (at + n == PageBytes / 8) { // the chain stands where data would be needed
+		j--;
+		at += half + (j & 1);
+	}
+	return w.prpBase + u64(j - 1) * PageBytes + u64(at) * 8;
+}
+
+static __device__ Pointer block(u64 address, u32 n, u32 type) {
+	return Pointer{address, u64(n) | u64(type) << 60};
+}
+
+// contiguous points at n bytes of cells or flat memory.
+static __device__ Pointer contiguous(const Wire &w, u64 address, u32 n) {
+	if (w.sgl) return block(address, n, 0);
+	u32 pages = pagesOf(address, n);
+	if (pages <= 1) return Pointer{address, 0};
+	if (pages == 2) return Pointer{address, (address & ~u64(PageBytes - 1)) + PageBytes};
+	return Pointer{address, windowList(w, u32((address - w.prpDMA) >> PageShift) + 1, pages - 1)};
+}
+
+// packed points at runs by the region's PRP lists, if the runs are shaped like pages and their lists touch: a list ends
+// with the first page of the run that follows.
+static __device__ bool packed(const Memory &m, u32 n, Pointer &p) {
+	const Region &r = m.region;
+	u32 pages = 0, left = n;
+	u64 second = 0;
+	for (u32 i = 0; i < m.count; i++) {
+		const Run run = m.runs[i];
+		u32 k = min(run.bytes, left), of = pagesOf(run.address, k);
+		if (i > 0 && run.address % PageBytes != 0) return false;
+		if (i + 1 < m.count && ((run.address + run.bytes) % PageBytes != 0 || of * 8 != r.listBytes)) return false;
+		if (i == 1 && pages == 1) second = run.address;
+		pages += of;
+		left -= k;
+	}
+	p.a = m.first + r.io;
+	p.b = 0;
+	if (pages <= 1) return true;
+	if (pages == 2) {
+		p.b = second ? second : (p.a & ~u64(PageBytes - 1)) + PageBytes;
+		return true;
+	}
+	u64 bytes = u64(pages - 1) * 8;
+	p.b = r.prpIO + m.index * r.listBytes;
+	return r.prpIO != 0 && p.b % 8 == 0 && bytes <= u64(m.count) * r.listBytes && p.b % PageBytes + bytes <= PageBytes;
+}
+
+// direct points at the memory itself. It is false if controllers cannot reach it as it is.
+static __device__ bool direct(const Wire &w, const Memory &m, u32 n, u32 payload, Pointer &p) {
+	const Region &r = m.region;
+	if (!r.direct || (payload != n && !r.padded) || m.total < n || m.bits % 4 != 0) return false;
+	if (r.kind == RegionFlat || (w.sgl && m.count == 1)) {
+		p = contiguous(w, m.first + r.io, n);
+		return true;
+	}
+	if (!w.sgl) return packed(m, n, p);
+	p = block(r.tableIO + m.index * sizeof(Run), m.count * sizeof(Run), 3); // the entries, as they are: a last segment
+	return m.total == n;
+}
+
+// check says whether an IOCTX can be a command, and points at its memory where that is direct. room is that of a cell.
+static __device__ Outcome check(const Tables &t, const Wire &w, const Ioctx &ctx, const Extent &e, bool bounced,
+	u64 room, Pointer &p) {
+
+	p.a = p.b = 0;
+	if (ctx.flags == FlagFlush && w.write) return OutcomeOK;
+	if (ctx.flags != 0) return OutcomeInvalid;
+	Memory m;
+	if (!lookup(t, ctx.desc, e.payload, m)) return OutcomeMemory;
+	if (bounced ? e.bytes > room : !direct(w, m, e.bytes, e.payload, p)) return OutcomeMemory;
+	return OutcomeOK;
+}
+
+// put writes a command into the submission queue.
+static __device__ void put(const Queue &q, u32 place, const Wire &w, const Ioctx &ctx, const Extent &e, u16 cid,
+	const Pointer &p) {
+
+	u64 lba = e.unit << q.lbaShift;
+	u32 last = ((e.bytes / UnitBytes << q.lbaShift) - 1) & 0xffff;
+	u32 head = (w.write ? 1 : 2) | (w.sgl ? 0x40 << 8 : 0) | u32(cid) << 16;
+	if (ctx.flags) {
+		head = u32(cid) << 16; // Flush
+		lba = 0;
+		last = 0;
+	}
+	uint4 *sqe = reinterpret_cast<uint4 *>(q.sq) + u64(place & q.mask) * 4;
+	sqe[0] = make_uint4(head, 1, 0, 0); // namespace 1
+	sqe[1] = make_uint4(0, 0, u32(p.a), u32(p.a >> 32));
+	sqe[2] = make_uint4(u32(p.b), u32(p.b >> 32), u32(lba), u32(lba >> 32));
+	sqe[3] = make_uint4(last, 0, 0, 0);
+}
+
+// ---- Blocks and warps ----
+
+static __device__ __forceinline__ u32 laneOf() { return threadIdx.x & 31; }
+static __device__ __forceinline__ u32 warpOf() { return threadIdx.x >> 5; }
+
+static __device__ __forceinline__ u32 warpSum(u32 v) {
+	for (u32 d = 16; d > 0; d >>= 1) v += __shfl_xor_sync(ALL, v, d);
+	return v;
+}
+
+// Ranks numbers the threads of a block that have something. Two sets of counts in turn take one barrier a use.
+struct Ranks {
+	u32 counts[2][WARPS];
+};
+
+// rank is the number of such threads before this one, and total that of all. All threads of the block call it.
+static __device__ u32 rank(Ranks &r, u32 &turn, bool has, u32 &total) {
+	u32 ballot = __ballot_sync(ALL, has);
+	if (laneOf() == 0) r.counts[turn][warpOf()] = __popc(ballot);
+	__syncthreads();
+	u32 n = laneOf() < blockDim.x / 32 ? r.counts[turn][laneOf()] : 0;
+	u32 before = warpSum(laneOf() < warpOf() ? n : 0);
+	total = warpSum(n);
+	turn ^= 1;
+	return before + __popc(ballot & ((1u << laneOf()) - 1));
+}
+
+// CHUNKS are read at a time.
+#define CHUNKS 64
+
+// cellOffset is where the cell of IOCTX k of a chunk begins.
+static __device__ u64 cellOffset(const Cells &c, u32 k) { return u64(k / c.group) * c.stride + c.offsets[k % c.group]; }
+
+// ---- Build ----
+
+struct BuildShared {
+	Chunk chunks[CHUNKS];
+	Ranks ranks;
+};
+
+// buildChunk writes the commands of one chunk that lie on the block's drive, from the one numbered made on, and returns
+// how many they are.
+static __device__ u32 buildChunk(const BuildParams &p, BuildShared &s, u32 &turn, const Chunk &chunk, const Queue &q,
+	u32 drive, u32 made) {
+
+	const Wire w = {p.prpBase, p.prpDMA, p.write != 0, p.sgl != 0};
+	const bool bounced = chunk.cells != 0;
+	u32 before = made;
+	for (u32 k0 = 0; k0 < chunk.count; k0 += blockDim.x) {
+		u32 k = k0 + threadIdx.x;
+		bool mine = false;
+		Ioctx ctx = {};
+		Extent e = {};
+		Pointer at = {};
+		if (k < chunk.count) {
+			u64 i = u64(chunk.first) + k;
+			ctx = p.ioctxs[i];
+			e = locate(p.tables, ctx);
+			if (e.queue < 0 && drive == 0) p.outcomes[i] = OutcomeUnmapped;
+			if (e.queue == int(drive)) {
+				u64 offset = bounced ? cellOffset(p.cells, k) : 0;
+				u64 room = offset < p.cellBytes ? p.cellBytes - offset : 0;
+				Outcome o = check(p.tables, w, ctx, e, bounced, room, at);
+				mine = o == OutcomeOK;
+				if (!mine) p.outcomes[i] = o;
+				if (mine && bounced && !ctx.flags) at = contiguous(w, chunk.cells + offset, e.bytes);
+			}
+		}
+		u32 total, r = rank(s.ranks, turn, mine, total);
+		if (mine) put(q, q.tail + made + r, w, ctx, e, u16(q.firstID + made + r), at);
+		made += total;
+	}
+	return made - before;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_build(const __grid_constant__ BuildParams p) {
+	__shared__ BuildShared s;
+	const u32 lane = blockIdx.x / p.drives, drive = blockIdx.x % p.drives;
+	if (lane < p.lanes) {
+		const Queue q = p.queues[blockIdx.x];
+		u32 made = 0, turn = 0;
+		for (u32 c0 = 0; c0 < p.chunkCount; c0 += CHUNKS) {
+			u32 n = min(p.chunkCount - c0, u32(CHUNKS));
+			__syncthreads();
+			for (u32 c = threadIdx.x; c < n; c += blockDim.x) s.chunks[c] = p.chunks[c0 + c];
+			__syncthreads();
+			for (u32 c = 0; c < n; c++) {
+				if (s.chunks[c].lane != lane) continue;
+				u32 count = buildChunk(p, s, turn, s.chunks[c], q, drive, made);
+				made += count;
+				if (threadIdx.x == 0) p.counts[u64(c0 + c) * p.drives + drive] = count;
+			}
+		}
+	}
+	finish(p.done);
+}
+
+// ---- Checksums ----
+
+const u64 Golden = 0x9e3779b97f4a7c15ull, MulA = 0xbf58476d1ce4e5b9ull, MulB = 0x94d049bb133111ebull;
+const u64 KeysState = 0x3173666974747574ull; // "tuttifs1"
+const u32 BlockBytes = 1024;                 // of the checksum
+
+static __device__ __forceinline__ u64 mix(u64 z) {
+	z = (z ^ z >> 30) * MulA;
+	z = (z ^ z >> 27) * MulB;
+	return z ^ z >> 31;
+}
+
+// Keys are the key words of a thread. A warp reads 512 bytes at a time, 16 a thread: lane t has words 2t and 2t+1 of
+// each half of a block, always the same, and both belong to lanes 2(t mod 4) and 2(t mod 4)+1 of the sum.
+struct Keys {
+	u64 k[4];
+};
+
+static __device__ __forceinline__ u64 key(u32 i) { return mix(KeysState + (i + 1) * Golden); }
+
+static __device__ Keys keysOf(u32 lane) {
+	return Keys{{key(2 * lane), key(2 * lane + 1), key(64 + 2 * lane), key(64 + 2 * lane + 1)}};
+}
+
+static __device__ __forceinline__ u64 product(u64 x) { return u64(u32(x)) * (x >> 32); }
+
+// add accumulates two words of a block into the thread's share of two lanes.
+static __device__ __forceinline__ void add(u64 &even, u64 &odd, const uint4 &v, u64 k0, u64 k1) {
+	u64 w0 = u64(v.y) << 32 | v.x, w1 = u64(v.w) << 32 | v.z;
+	even += product(w0 ^ k0) + w1;
+	odd += product(w1 ^ k1) + w0;
+}
+
+// Steps of a warp are two blocks; it folds the blocks of a unit at once, a block a thread. FOLD is the room of a block's
+// lanes, odd so that threads that fold do not meet in the memory's banks.
+#define STEP 2048
+#define UNIT 8192
+#define UNITBLOCKS (UNIT / 1024)
+#define FOLD 9
+
+// reduce adds up the shares of all threads in the lanes of two blocks (even and odd of each), and stores the 16 sums.
+// Each exchange halves what a thread goes on with.
+static __device__ __forceinline__ void reduce(u64 even0, u64 odd0, u64 even1, u64 odd1, u64 *lanes) {
+	u32 lane = laneOf();
+	bool second = lane & 16, odd = lane & 8;
+	u64 e = (second ? even1 : even0) + __shfl_xor_sync(ALL, second ? even0 : even1, 16);
+	u64 o = (second ? odd1 : odd0) + __shfl_xor_sync(ALL, second ? odd0 : odd1, 16);
+	u64 v = (odd ? o : e) + __shfl_xor_sync(ALL, odd ? e : o, 8);
+	v += __shfl_xor_sync(ALL, v, 4);
+	if (!(lane & 4)) lanes[(lane >> 4) * FOLD + 2 * (lane & 3) + (lane >> 3 & 1)] = v;
+}
+
+// foldUnit hashes n blocks, the first of which has number block, and adds their values to total (in shared memory).
+static __device__ __forceinline__ void foldUnit(const u64 *lanes, u32 n, u32 number, u64 s0, u64 s1, u64 *total) {
+	u64 v = 0;
+	__syncwarp();
+	if (laneOf() < n) {
+		u64 h = s0 + u64(number + laneOf() + 1) * Golden;
+#pragma unroll
+		for (u32 l = 0; l < 8; l++) {
+			h = (h ^ lanes[laneOf() * FOLD + l]) * MulA;
+			h ^= h >> 32;
+		}
+		v = mix(h ^ s1);
+	}
+	v += __shfl_xor_sync(ALL, v, 4);
+	v += __shfl_xor_sync(ALL, v, 2);
+	v += __shfl_xor_sync(ALL, v, 1);
+	if (laneOf() == 0) atomicAdd(total, v);
+	__syncwarp();
+}
+
+// ---- Moves ----
+
+enum State : u8 { Skip, Move, Zero };
+
+// Work is what a block knows of an object.
+struct Work {
+	u64 cell;        // address of the payload's copy, 0 where it is used in place
+	u64 first;       // address of the first run
+	const Run *runs; // 0 for flat memory
+	u64 io;          // in the entries' addresses
+	u64 s0, s1;
+	u64 total; // of the blocks' values
+	u64 want;
+	u64 *place; // of the sum
+	u32 firstBytes, payload;
+	u32 bytes; // to be moved: the payload, or whole units
+	u32 index; // of the IOCTX
+	u32 bits;  // of the runs' places
+	State state;
+};
+
+// TILE objects are known at a time.
+#define TILE 128
+
+struct MoveShared {
+	Work work[TILE];
+	u32 before[TILE + 1]; // units of the objects before
+	u64 lanes[WARPS][UNITBLOCKS * FOLD];
+};
+
+// Cursor is a place in an object's runs: the payload's bytes below limit lie at delta + their offset.
+struct Cursor {
+	u64 delta;
+	u32 limit, next;
+};
+
+static __device__ __forceinline__ Cursor cursorOf(const Work &w) { return Cursor{w.first, w.firstBytes, 1}; }
+
+// seek goes on to the run that has the byte at offset o.
+static __device__ __forceinline__ void seek(const Work &w, Cursor &c, u32 o) {
+	while (o >= c.limit) {
+		const Run run = w.runs[c.next++];
+		c.delta = run.address - w.io - c.limit;
+		c.limit = run.bytes > ALL - c.limit ? ALL : c.limit + run.bytes;
+	}
+}
+
+template <class T> static __device__ __forceinline__ T *at(u64 address) { return reinterpret_cast<T *>(address); }
+
+// Vector is 16 bytes as they lie in memory.
+union Vector {
+	uint4 v;
+	u32 w[4];
+	u8 b[16];
+};
+
+// loadRuns is the 16 bytes of the payload at offset o, by the widest loads that the runs' places allow. What is behind
+// the payload is zero.
+static __device__ uint4 loadRuns(const Work &w, Cursor &c, u32 o) {
+	Vector x;
+	x.v = make_uint4(0, 0, 0, 0);
+	if (w.bits % 16 == 0 && o + 16 <= w.payload) {
+		seek(w, c, o);
+		return __ldcs(at<uint4>(c.delta + o));
+	}
+#pragma unroll
+	for (u32 i = 0; i < 4; i++, o += 4) {
+		if (w.bits % 4 == 0 && o + 4 <= w.payload) {
+			seek(w, c, o);
+			x.w[i] = __ldcs(at<u32>(c.delta + o));
+			continue;
+		}
+		u32 word = 0;
+		for (u32 b = 0; b < 4 && o + b < w.payload; b++) {
+			seek(w, c, o + b);
+			word |= u32(__ldcs(at<u8>(c.delta + o + b))) << 8 * b;
+		}
+		x.w[i] = word;
+	}
+	return x.v;
+}
+
+// storeRuns is the way back.
+static __device__ void storeRuns(const Work &w, Cursor &c, u32 o, const uint4 &v) {
+	if (w.bits % 16 == 0 && o + 16 <= w.payload) {
+		seek(w, c, o);
+		__stcs(at<uint4>(c.delta + o), v);
+		return;
+	}
+	const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+	for (u32 i = 0; i < 4; i++, o += 4) {
+		if (w.bits % 4 == 0 && o + 4 <= w.payload) {
+			seek(w, c, o);
+			__stcs(at<u32>(c.delta + o), words[i]);
+			continue;
+		}
+		for (u32 b = 0; b < 4 && o + b < w.payload; b++) {
+			seek(w, c, o + b);
+			__stcs(at<u8>(c.delta + o + b), u8(words[i] >> 8 * b));
+		}
+	}
+}
+
+// clip zeroes what lies behind the payload in the 16 bytes at offset o.
+static __device__ __forceinline__ uint4 clip(uint4 v, u32 o, u32 payload) {
+	u32 *words[4] = {&v.x, &v.y, &v.z, &v.w};
+#pragma unroll
+	for (u32 i = 0; i < 4; i++, o += 4) {
+		if (o >= payload) *words[i] = 0;
+		else if (payload - o < 4) *words[i] &= (1u << 8 * (payload - o)) - 1;
+	}
+	return v;
+}
+
+// loadCell reads 16 bytes of a cell. A cell in host memory is used again while the kernel runs, so that no cache may
+// answer.
+template <bool HOST> static __device__ __forceinline__ uint4 loadCell(u64 address) {
+	return HOST ? __ldcv(at<uint4>(address)) : __ldcs(at<uint4>(address));
+}
+
+// moveStep moves the warp's 2 KiB at offset o0, and leaves in v what the sum covers. All of it lies in one run, on
+// multiples of 16, and before the payload's end.
+template <bool GATHER, bool HOST>
+static __device__ __forceinline__ void moveStep(const Work &w, u64 run, u32 o0, uint4 v[4]) {
+	u32 o = o0 + laneOf() * 16;
+	if (GATHER || w.cell == 0) {
+#pragma unroll
+		for (u32 i = 0; i < 4; i++) v[i] = __ldcs(at<uint4>(run + o + i * 512));
+	} else {
+#pragma unroll
+		for (u32 i = 0; i < 4; i++) v[i] = loadCell<HOST>(w.cell + o + i * 512);
+	}
+	if (w.cell == 0) return;
+	u64 to = (GATHER ? w.cell : run) + o;
+#pragma unroll
+	for (u32 i = 0; i < 4; i++) __stcs(at<uint4>(to + i * 512), v[i]);
+}
+
+// moveSlowly moves 16 bytes for a thread where runs have any shape or the payload ends.
+template <bool GATHER, bool HOST>
+static __device__ __noinline__ uint4 moveSlowly(const Work &w, Cursor c, u32 o) {
+	uint4 v = make_uint4(0, 0, 0, 0);
+	if (GATHER || w.cell == 0) {
+		if (o < w.payload) v = loadRuns(w, c, o);
+		if (w.cell != 0 && o < w.bytes) __stcs(at<uint4>(w.cell + o), v);
+	} else if (o < w.payload) {
+		v = clip(loadCell<HOST>(w.cell + o), o, w.payload);
+		storeRuns(w, c, o, v);
+	}
+	return v;
+}
+
+// moveUnit moves piece number piece of an object, by one warp.
+template <bool GATHER, bool SUMS, bool HOST>
+static __device__ __forceinline__ void moveUnit(Work &w, u32 piece, const Keys &keys, u64 *lanes) {
+	const u32 start = piece * UNIT;
+	Cursor c = cursorOf(w);
+	for (u32 step = 0; step < UNIT / STEP; step++) {
+		u32 o = start + step * STEP;
+		if (o >= w.bytes) break;
+		uint4 v[4];
+		bool inside = o + STEP <= w.payload;
+		if (o < w.payload) seek(w, c, o);
+		if (inside && w.bits % 16 == 0 && o + STEP <= c.limit) {
+			moveStep<GATHER, HOST>(w, c.delta, o, v);
+		} else {
+#pragma unroll
+			for (u32 i = 0; i < 4; i++) v[i] = moveSlowly<GATHER, HOST>(w, c, o + i * 512 + laneOf() * 16);
+		}
+		if (SUMS && o < w.payload) {
+			u64 even0 = 0, odd0 = 0, even1 = 0, odd1 = 0;
+			add(even0, odd0, v[0], keys.k[0], keys.k[1]);
+			add(even0, odd0, v[1], keys.k[2], keys.k[3]);
+			add(even1, odd1, v[2], keys.k[0], keys.k[1]);
+			add(even1, odd1, v[3], keys.k[2], keys.k[3]);
+			reduce(even0, odd0, even1, odd1, lanes + step * (STEP / BlockBytes) * FOLD);
+		}
+	}
+	if (SUMS && start < w.payload) {
+		u32 n = (min(w.payload - start, u32(UNIT)) + BlockBytes - 1) / BlockBytes;
+		foldUnit(lanes, n, start / BlockBytes, w.s0, w.s1, &w.total);
+	}
+}
+
+// sumOf prepares the sum of IOCTX i.
+static __device__ void sumOf(const Sums &s, u32 i, u32 object, bool expected, Work &w) {
+	u32 slot = i / s.perSlot;
+	u32 ordinal = s.ordinals[i % s.perSlot];
+	if (s.active) slot = s.active[slot];
+	u64 id = mix((u64(s.rank) | u64(object) << 16) + Golden);
+	u64 a = s.seeds[2 * u64(slot)], b = s.seeds[2 * u64(slot) + 1];
+	w.place = s.sums + u64(slot) * s.rankObjects + ordinal;
+	w.want = expected ? *w.place : 0;
+	w.s0 = mix(mix(a ^ id) + w.payload);
+	w.s1 = mix(mix(b ^ w.s0) + Golden);
+}
+
+// resolve fills in the work for IOCTX i, whose outcome so far is given.
+template <bool GATHER, bool SUMS>
+static __device__ void resolve(const Tables &t, const Sums &sums, const Ioctx &ctx, u32 i, u64 cell, Outcome outcome,
+	u8 *outcomes, Work &w) {
+
+	w.state = Skip;
+	w.bytes = 0;
+	if (GATHER && (outcome != OutcomeOK || ctx.flags)) return;
+	u32 payload = 0, bytes = 0;
+	if (ctx.object < t.objectCount) {
+		const Object o = t.objects[ctx.object];
+		payload = o.bytes;
+		bytes = o.units * UnitBytes;
+	}
+	Memory m;
+	if (!lookup(t, ctx.desc, payload, m) || (GATHER && bytes == 0)) {
+		if (outcome == OutcomeOK) outcomes[i] = OutcomeMemory;
+		return;
+	}
+	w.cell = cell;
+	w.first = m.first;
+	w.runs = m.runs;
+	w.io = m.region.io;
+	w.firstBytes = m.firstBytes;
+	w.payload = payload;
+	w.index = i;
+	w.bits = m.bits;
+	w.total = 0;
+	if (outcome != OutcomeOK) {
+		w.state = Zero;
+		return;
+	}
+	if (cell == 0 && !SUMS) return; // in place, and nothing to verify
+	w.state = Move;
+	w.bytes = GATHER && cell ? bytes : payload;
+	if (SUMS) sumOf(sums, i, ctx.object, !GATHER, w);
+}
+
+// scanUnits sets before, by one warp.
+static __device__ void scanUnits(MoveShared &s, u32 n) {
+	const u32 each = TILE / 32;
+	u32 lane = laneOf(), mine = 0;
+	for (u32 k = 0; k < each; k++) {
+		u32 j = lane * each + k;
+		if (j < n) mine += (s.work[j].bytes + UNIT - 1) / UNIT;
+	}
+	u32 sum = mine;
+	for (u32 d = 1; d < 32; d <<= 1) {
+		u32 below = __shfl_up_sync(ALL, sum, d);
+		if (lane >= d) sum += below;
+	}
+	u32 at = sum - mine;
+	for (u32 k = 0; k < each; k++) {
+		u32 j = lane * each + k;
+		s.before[j] = at;
+		if (j < n) at += (s.work[j].bytes + UNIT - 1) / UNIT;
+	}
+	if (lane == 31) s.before[TILE] = at;
+}
+
+// zero clears an object's runs, by the whole block.
+static __device__ __noinline__ void zero(const Work &w) {
+	Cursor c = cursorOf(w);
+	for (u32 o = threadIdx.x * 16; o < w.payload; o += blockDim.x * 16) storeRuns(w, c, o, make_uint4(0, 0, 0, 0));
+}
+
+// moveTile does the first n works, by the whole block: moves, sums, and zeroes what failed. Every work was filled in by
+// thread (its number) mod blockDim; afterwards they may be filled in again.
+template <bool GATHER, bool SUMS, bool HOST>
+static __device__ void moveTile(MoveShared &s, u32 n, const Keys &keys, u8 *outcomes) {
+	__syncthreads();
+	if (warpOf() == 0) scanUnits(s, n);
+	__syncthreads();
+	const u32 units = s.before[TILE];
+	for (u32 u = warpOf(); u < units; u += blockDim.x / 32) {
+		u32 j = 0; // the last object that begins at u or before
+		for (u32 d = TILE / 2; d > 0; d >>= 1) {
+			if (s.before[j + d] <= u) j += d;
+		}
+		moveUnit<GATHER, SUMS, HOST>(s.work[j], u - s.before[j], keys, s.lanes[warpOf()]);
+	}
+	__syncthreads();
+	bool failed = false;
+	for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
+		Work &w = s.work[j];
+		if (SUMS && w.state == Move) {
+			u64 sum = mix(w.total ^ w.s0);
+			if (GATHER) {
+				*w.place = sum;
+			} else if (sum != w.want) {
+				outcomes[w.index] = OutcomeChecksum;
+				w.state = Zero;
+			}
+		}
+		failed |= w.state == Zero;
+	}
+	if (!__syncthreads_or(failed)) return;
+	for (u32 j = 0; j < n; j++) {
+		if (s.work[j].state == Zero) zero(s.work[j]);
+	}
+	__syncthreads();
+}
+
+struct ChunkShared {
+	MoveShared move;
+	Chunk chunks[CHUNKS];
+	u32 before[CHUNKS + 1]; // IOCTXs of the chunks before
+};
+
+// moveChunks does the block's share of all chunks: every gridDim-th IOCTX.
+template <bool GATHER, bool SUMS> static __device__ void moveChunks(const MoveParams &p, ChunkShared &s) {
+	const Keys keys = SUMS ? keysOf(laneOf()) : Keys{};
+	for (u32 c0 = 0; c0 < p.chunkCount; c0 += CHUNKS) {
+		u32 n = min(p.chunkCount - c0, u32(CHUNKS));
+		__syncthreads();
+		for (u32 c = threadIdx.x; c < n; c += blockDim.x) s.chunks[c] = p.chunks[c0 + c];
+		__syncthreads();
+		if (threadIdx.x == 0) {
+			u32 sum = 0;
+			for (u32 c = 0; c < n; c++) {
+				s.before[c] = sum;
+				sum += s.chunks[c].count;
+			}
+			s.before[n] = sum;
+		}
+		__syncthreads();
+		const u32 all = s.before[n];
+		for (u64 first = blockIdx.x; first < all; first += u64(TILE) * gridDim.x) {
+			u64 left = (all - first + gridDim.x - 1) / gridDim.x;
+			u32 works = left < TILE ? u32(left) : TILE;
+			for (u32 j = threadIdx.x; j < works; j += blockDim.x) {
+				u32 o = u32(first + u64(j) * gridDim.x), c = 0;
+				while (o >= s.before[c + 1]) c++;
+				const Chunk &chunk = s.chunks[c];
+				u32 k = o - s.before[c], i = chunk.first + k;
+				u64 cell = chunk.cells ? chunk.cells + cellOffset(p.cells, k) : 0;
+				resolve<GATHER, SUMS>(p.tables, p.sums, p.ioctxs[i], i, cell, Outcome(p.outcomes[i]), p.outcomes,
+					s.move.work[j]);
+			}
+			moveTile<GATHER, SUMS, false>(s.move, works, keys, p.outcomes);
+		}
+	}
+	finish(p.done);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_harvest(const __grid_constant__ MoveParams p) {
+	__shared__ ChunkShared s;
+	if (p.sums.seeds) moveChunks<false, true>(p, s);
+	else moveChunks<false, false>(p, s);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_gather(const __grid_constant__ MoveParams p) {
+	__shared__ ChunkShared s;
+	if (p.sums.seeds) moveChunks<true, true>(p, s);
+	else moveChunks<true, false>(p, s);
+}
+
+// ---- Registration ----
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_register(const __grid_constant__ RegisterParams p) {
+	const u64 n = u64(p.classes) * p.blocks * p.runs;
+	for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += u64(gridDim.x) * blockDim.x) {
+		u64 object = i / p.runs;
+		u32 run = u32(i % p.runs);
+		u64 block = object % p.blocks, class_ = object / p.blocks;
+		const Strided s = p.strided[class_ * p.runs + run];
+		u64 address = s.base + block * s.stride + p.io;
+		p.table[i] = Run{address, s.bytes, 0};
+		if (!p.lists) continue;
+		u64 next = 0; // the first page of the run that follows, so that the lists of an object's runs make one list
+		if (run + 1 < p.runs) {
+			const Strided f = p.strided[class_ * p.runs + run + 1];
+			next = f.base + block * f.stride + p.io;
+		}
+		u64 *list = reinterpret_cast<u64 *>(p.lists + i * p.listBytes);
+		u32 own = pagesOf(address, s.bytes) - 1;
+		u64 page = address & ~u64(PageBytes - 1);
+		for (u32 j = 0; j < p.listBytes / 8; j++) list[j] = j < own ? page + u64(j + 1) * PageBytes : j == own ? next : 0;
+	}
+}
