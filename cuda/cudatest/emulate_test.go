@@ -197,5 +197,5 @@ func TestEmulatedKernels(t *testing.T) {
 	if testing.Short() {
 		rounds = 3
 	}
-	compare(t, mapMemory(t), emulator(t), rounds, []uint32{32, 64, 96, 256})
+	compare(t, mapWorld(t), emulator(t), rounds, []uint32{32, 64, 96, 256})
 }

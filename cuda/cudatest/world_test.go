@@ -60,8 +60,8 @@ type tableRegion struct {
 	id      uint64
 }
 
-// mapMemory is memory of no Go object.
-func mapMemory(t testing.TB) []byte {
+// mapWorld is memory of no Go object.
+func mapWorld(t testing.TB) []byte {
 	t.Helper()
 	b, err := unix.Mmap(-1, 0, worldBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANONYMOUS)
 	require.NoError(t, err)
