@@ -181,6 +181,9 @@ func (c *Context) NewEvent(timing bool) (*Event, error) {
 // EventFromHandle is an event of the engine's own, which stays the engine's to close.
 func (c *Context) EventFromHandle(h uintptr) *Event { return &Event{c, h} }
 
+// Handle is what the driver calls the event.
+func (e *Event) Handle() uintptr { return e.handle }
+
 // Record makes the event mean all that is enqueued in the stream now.
 func (e *Event) Record(s *Stream) error {
 	if r := e.context.api().EventRecord(e.handle, s.handle); r != Success {

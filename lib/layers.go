@@ -53,6 +53,14 @@ func (t *transfer) wait() error {
 	return t.err
 }
 
+// waitOn makes a stream wait for a transfer, or waits itself where the CPU is the executor.
+func (t *transfer) waitOn(stream uintptr) error {
+	if gpu, ok := t.ticket.(interface{ WaitOn(*cuda.Stream) error }); ok {
+		return gpu.WaitOn(t.layers.session.CUDA().StreamFromHandle(stream))
+	}
+	return t.wait()
+}
+
 // close waits for what is in flight and gives the layers back.
 func (l *layers) close() error {
 	l.mu.Lock()
@@ -186,22 +194,42 @@ func holdLayers(h C.uintptr_t) (*layers, func(), error) {
 	return l, release, err
 }
 
+// blockDescs are the descriptors of a layer's objects in the batch's blocks.
+func (l *layers) blockDescs(layer uint16) []uint64 {
+	objects := l.layout.LayerObjects(layer, l.rank)
+	desc := make([]uint64, 0, l.count*len(objects))
+	for _, block := range l.blocks {
+		for _, object := range objects {
+			desc = append(desc, l.memory.block(l.layout.OrdinalInRank(object), block))
+		}
+	}
+	return desc
+}
+
 // begin begins to move a layer whose objects are at the descriptors.
-func (l *layers) begin(h C.uintptr_t, layer uint16, desc []uint64, after uintptr, out *C.uintptr_t) error {
+func (l *layers) begin(layer uint16, desc []uint64, after uintptr) (*transfer, error) {
 	// Held until the transfer is among those in flight, so that close finds it.
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.closed {
-		return fmt.Errorf("%w: layers were closed", errHandle)
+		return nil, fmt.Errorf("%w: layers were closed", errHandle)
 	}
 	ticket, err := l.issue(layer, desc, after)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	t := &transfer{layers: l, ticket: ticket}
 	l.flights[t] = true
-	*out = C.uintptr_t(newHandle(t, uintptr(h)))
-	return nil
+	return t, nil
+}
+
+// give begins a transfer and gives its handle to the caller.
+func (l *layers) give(h C.uintptr_t, layer uint16, desc []uint64, after C.uintptr_t, out *C.uintptr_t) error {
+	t, err := l.begin(layer, desc, uintptr(after))
+	if err == nil {
+		*out = C.uintptr_t(newHandle(t, uintptr(h)))
+	}
+	return err
 }
 
 // issue hands a layer to the executor, behind an event where there is one.
@@ -255,14 +283,7 @@ func goMoveLayer(h C.uintptr_t, flags C.uint32_t, layer C.uint16_t, after C.uint
 		if l.memory == nil {
 			return fmt.Errorf("%w: layers opened without memory and blocks: use the _at functions", engine.ErrInvalid)
 		}
-		objects := l.layout.LayerObjects(uint16(layer), l.rank)
-		desc := make([]uint64, 0, l.count*len(objects))
-		for _, block := range l.blocks {
-			for _, object := range objects {
-				desc = append(desc, l.memory.block(l.layout.OrdinalInRank(object), block))
-			}
-		}
-		return l.begin(h, uint16(layer), desc, uintptr(after), out)
+		return l.give(h, uint16(layer), l.blockDescs(uint16(layer)), after, out)
 	})
 }
 
@@ -306,7 +327,7 @@ func goMoveLayerAt(h C.uintptr_t, flags C.uint32_t, layer C.uint16_t, mem C.uint
 			}
 			desc[i] = m.whole.Desc(int(offset))
 		}
-		return l.begin(h, uint16(layer), desc, uintptr(after), out)
+		return l.give(h, uint16(layer), desc, after, out)
 	})
 }
 
@@ -322,10 +343,7 @@ func goWaitOn(h C.uintptr_t, stream C.uintptr_t, text *C.char) C.int {
 			return err
 		}
 		defer release()
-		if gpu, ok := t.ticket.(interface{ WaitOn(*cuda.Stream) error }); ok {
-			return gpu.WaitOn(t.layers.session.CUDA().StreamFromHandle(uintptr(stream)))
-		}
-		return t.wait()
+		return t.waitOn(uintptr(stream))
 	})
 }
 
