@@ -1,6 +1,13 @@
 package gio
 
 import (
+	"errors"
+	"fmt"
+	"runtime"
+	"sync"
+	"sync/atomic"
+	"time"
+
 	"tuttifs/cuda"
 )
 
@@ -8,17 +15,17 @@ import (
 type GPUConfig struct {
 	// RingConfig is as for the CPU ring; Step is not used.
 	RingConfig
-	// Context is the primary context of the device.
+	// Context is the primary context of the device. Its owner closes it after the executor.
 	Context *cuda.Context
 	// StagingBytes of device memory between the copy engine and the harvest; 0 means StagingDefault.
 	StagingBytes int
-	// MoveBytes is one piece of the copy engine's work, 0 means MoveDefault; Moves are outstanding, 0 means 2. Both
-	// bound how long an engine's own small copies wait.
+	// MoveBytes is one piece of the copy engine's work, 0 means MoveDefault; Moves are outstanding in each direction,
+	// 0 means 2. Both bound how long an engine's own small copies wait.
 	MoveBytes int
 	Moves     int
 	// HarvestBytes that arrived start a harvest, and so does a batch's end; 0 means HarvestDefault.
 	HarvestBytes int
-	// HarvestBlocks is the grid of harvest and gather; 0 means HarvestBlocksDefault.
+	// HarvestBlocks is the grid of harvest and gather; 0 means HarvestBlocksDefault, at most the device's SMs.
 	HarvestBlocks int
 	// Peer says by what I/O address controllers reach device memory, false where they do not. Nil: never; transfers
 	// of device memory are bounced.
@@ -36,45 +43,245 @@ const (
 	MoveDefault          = 2 << 20
 	HarvestDefault       = 64 << 20
 	HarvestBlocksDefault = 32
+	movesDefault         = 2
+	movesMax             = 16
 )
 
-// Paged is a pool of KV blocks as an engine allocates it: every class (of objects: a layer, say) has its runs (K, V)
-// in every block.
-type Paged struct {
-	Blocks  uint64
-	Classes [][]cuda.StridedRun
+// kernelGrace is what a kernel, a copy or a call of the driver may take beyond the ring's deadline, since kernels wait
+// for room beside long ones, before the GPU is given up.
+const kernelGrace = 15 * time.Second
+
+var (
+	errStuck  = errors.New("gio: the CUDA driver or the GPU does not answer")
+	errNoLane = errors.New("no lane is left")
+)
+
+// GPU is the executor on the GPU: kernels build the commands and bring bytes to their places; the host rings, checks
+// completions and feeds the copy engine, chunk by chunk. Safe for concurrent use.
+//
+// One thread, the I/O thread, owns lanes, movers and launches, and is the only one that calls CUDA while batches move. A
+// second one makes the calls that may take long: allocation, registration, uploads of extent maps. A third goroutine
+// calls nothing of CUDA and ends all waits if one of them hangs in the driver.
+type GPU struct {
+	base
+	gpu     GPUConfig
+	device  device
+	lanes   []*gpuLane
+	depth   int // commands that fit the smallest queue
+	staging staging
+	in, out mover
+	procs   int // GOMAXPROCS
+	start   time.Time
+
+	control worker
+	pins    pins
+	pool    pinnedPool
+	events  eventPool
+	maps    mapCache
+	stats   gpuCounters
+
+	registering sync.Mutex // one change of the device's table of regions at a time
+
+	mu       sync.Mutex
+	incoming []*gpuTicket  // not seen by the I/O thread yet
+	requests []func()      // for the I/O thread
+	live     []*gpuTicket  // issued and not finished
+	closed   bool          // nothing is issued or registered any more
+	down     chan struct{} // closed when Close is done
+	closeErr error
+
+	bell    chan struct{} // wakes the I/O thread
+	asleep  atomic.Bool   // it waits for the bell
+	pending atomic.Bool   // incoming or requests are not empty
+	beat    atomic.Int64  // when it last went round
+	closing atomic.Bool
+	ended   chan struct{} // closed when it has ended
+	stuck   chan struct{} // closed when it, or a call of the control thread, hangs
+	alive   atomic.Int32
+	broken  atomic.Pointer[error]
+
+	thread ioThread // state of the I/O thread alone
 }
 
-// GPUTicket is a batch in flight of a GPU executor.
-type GPUTicket interface {
-	Ticket
-	// WaitOn makes everything that is enqueued on s from now on wait for the batch: for a read until its bytes are in
-	// place, for a write until its source may be changed. It blocks until the kernels that do it are enqueued, since
-	// a stream cannot wait for what is not there yet. Outcomes are told by Wait.
-	WaitOn(s *cuda.Stream) error
+func (c *GPUConfig) validate() error {
+	switch {
+	case c.Context == nil:
+		return fmt.Errorf("%w: no CUDA context", ErrInvalid)
+	case c.StagingBytes < 0 || c.MoveBytes < 0 || c.Moves < 0 || c.Moves > movesMax || c.HarvestBytes < 0 ||
+		c.HarvestBlocks < 0 || c.PollSMs < 0:
+		return fmt.Errorf("%w: staging %d, pieces of %d, %d outstanding (at most %d), harvest %d on %d blocks, %d SMs",
+			ErrInvalid, c.StagingBytes, c.MoveBytes, c.Moves, movesMax, c.HarvestBytes, c.HarvestBlocks, c.PollSMs)
+	case c.StagingBytes > 0 && c.StagingBytes < 2*pageBytes:
+		return fmt.Errorf("%w: staging of %d bytes, two pages are the least", ErrInvalid, c.StagingBytes)
+	}
+	return nil
 }
 
-// GPULayerTicket is a layer in flight of a GPU executor.
-type GPULayerTicket interface {
-	LayerTicket
-	// WaitOn is as for GPUTicket.
-	WaitOn(s *cuda.Stream) error
+func orDefault(v *int, d int) {
+	if *v == 0 {
+		*v = d
+	}
 }
 
-// GPULayers are Layers whose verbs wait for an event of the engine's: the target's last reader, or the compute that
-// produced the source. Nil waits for nothing. The event was recorded before, and stays alive until the ticket's Wait.
-type GPULayers interface {
-	Layers
-	RetrieveLayerAfter(layer uint16, dst []uint64, after *cuda.Event) (GPULayerTicket, error)
-	StoreLayerAfter(layer uint16, src []uint64, after *cuda.Event) (GPULayerTicket, error)
+// NewGPU checks the configuration, loads the kernels, registers the queues and the DMA memory with CUDA and allocates
+// the staging.
+func NewGPU(c GPUConfig) (*GPU, error) {
+	if err := c.validate(); err != nil {
+		return nil, err
+	}
+	g := &GPU{
+		gpu: c, start: time.Now(), procs: runtime.GOMAXPROCS(0), bell: make(chan struct{}, 1),
+		ended: make(chan struct{}), stuck: make(chan struct{}), down: make(chan struct{}),
+	}
+	if err := g.configure(c.RingConfig); err != nil {
+		return nil, err
+	}
+	orDefault(&g.gpu.StagingBytes, StagingDefault)
+	orDefault(&g.gpu.MoveBytes, MoveDefault)
+	orDefault(&g.gpu.Moves, movesDefault)
+	orDefault(&g.gpu.HarvestBytes, HarvestDefault)
+	orDefault(&g.gpu.HarvestBlocks, HarvestBlocksDefault)
+	g.gpu.HarvestBlocks = min(g.gpu.HarvestBlocks, max(1, c.Context.SMs()))
+	if err := g.control.start(c.Context, g.stuck, g.now); err != nil {
+		return nil, err
+	}
+	if err := g.control.do(g.setUp); err != nil {
+		g.takeDown()
+		return nil, err
+	}
+	g.alive.Store(int32(len(g.lanes)))
+	g.beat.Store(g.now())
+	go g.run()
+	go g.watch()
+	return g, nil
 }
 
-// GPUStats counts since the start.
-type GPUStats struct {
-	Commands, ReadBytes, WrittenBytes uint64 // payload and padding, commands that were rung
-	Chunks, Moves                     uint64
-	Builds, Harvests, Gathers         uint64 // launches
-	Checksums, Timeouts               uint64 // IOCTXs
-	CPUNanos                          uint64 // of the I/O thread
-	DeviceBytes                       uint64 // device memory that the executor holds, registrations included
+// setUp allocates and makes everything, on the control thread.
+func (g *GPU) setUp() error {
+	if err := g.pinShared(); err != nil {
+		return err
+	}
+	if err := g.device.setUp(g); err != nil {
+		return err
+	}
+	if err := g.makeLanes(); err != nil {
+		return err
+	}
+	if err := g.staging.setUp(g); err != nil {
+		return err
+	}
+	if err := g.in.setUp(g, g.device.copyIn, true); err != nil {
+		return err
+	}
+	if err := g.out.setUp(g, g.device.copyOut, false); err != nil {
+		return err
+	}
+	for i := range g.scratch {
+		if err := g.publish(g.scratch[i].memory); err != nil {
+			return err
+		}
+	}
+	return g.thread.setUp(g)
+}
+
+// now is nanoseconds since the start.
+func (g *GPU) now() int64 { return int64(time.Since(g.start)) }
+
+// kernelBound is how long anything on the GPU or in the driver may take, nanoseconds.
+func (g *GPU) kernelBound() int64 { return int64(g.config.Deadline + kernelGrace) }
+
+// Alive counts the lanes that still carry chunks.
+func (g *GPU) Alive() int { return int(g.alive.Load()) }
+
+// Abandon ends every wait with an error that is ErrDead, without quiescing: the controllers' owner is gone. Copies from
+// and to the DMA memory that are under way end before their batch does; none is started any more. The DMA memory
+// stays registered with CUDA until Close.
+func (g *GPU) Abandon(cause error) {
+	g.breakWith(fmt.Errorf("%w: %w", ErrDead, cause))
+}
+
+// breakWith makes an error the ring's own, once.
+func (g *GPU) breakWith(err error) {
+	g.broken.CompareAndSwap(nil, &err)
+	g.ring()
+}
+
+// ring wakes the I/O thread.
+func (g *GPU) ring() {
+	g.pending.Store(true)
+	if g.asleep.Load() {
+		select {
+		case g.bell <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// onThread runs f on the I/O thread, where the context is bound, and returns its error.
+func (g *GPU) onThread(f func() error) error {
+	result := make(chan error, 1)
+	g.mu.Lock()
+	g.requests = append(g.requests, func() { result <- f() })
+	g.mu.Unlock()
+	g.ring()
+	select {
+	case err := <-result:
+		return err
+	case <-g.stuck:
+		return fmt.Errorf("%w: %w", ErrDead, errStuck)
+	case <-g.ended:
+		select {
+		case err := <-result:
+			return err
+		default:
+			return ErrClosed
+		}
+	}
+}
+
+// Close fails what is in flight or waiting, quiescing first, gives everything back and refuses everything afterwards. It
+// returns an error if a lane could not be quiesced: the DMA memory may then still be written to.
+func (g *GPU) Close() error {
+	g.mu.Lock()
+	if g.closed {
+		g.mu.Unlock()
+		<-g.down
+		return nil
+	}
+	g.closed = true
+	g.mu.Unlock()
+	g.closing.Store(true)
+	g.ring()
+	select {
+	case <-g.ended:
+		g.closeErr = errors.Join(g.thread.closeErrors...)
+	case <-g.stuck:
+		g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, errStuck)
+	}
+	select {
+	case <-g.stuck:
+	default:
+		g.takeDown()
+	}
+	close(g.down)
+	return g.closeErr
+}
+
+// takeDown gives everything back on the control thread and ends it. Errors are of no use to anybody: after a failed
+// kernel every call fails, and the context's end gives the rest back.
+func (g *GPU) takeDown() {
+	_ = g.control.do(func() error {
+		g.in.close()
+		g.out.close()
+		g.thread.close()
+		g.maps.close(g)
+		g.closeRegions()
+		g.staging.close(g)
+		g.events.close()
+		g.pool.close(g)
+		g.device.close(g)
+		g.pins.close(g)
+		return nil
+	})
+	g.control.stop()
 }

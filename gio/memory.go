@@ -25,6 +25,7 @@ type Memory struct {
 	direct bool
 	padded bool
 	users  atomic.Int32 // batches in flight that name it
+	device deviceRange  // on a GPU
 }
 
 // Desc is the descriptor of the byte at off. Descriptors need no tables: they are valid as long as the registration.

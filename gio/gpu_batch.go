@@ -1,0 +1,577 @@
+package gio
+
+import (
+	"cmp"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"tuttifs/cuda"
+)
+
+// GPUTicket is a batch in flight of a GPU executor.
+type GPUTicket interface {
+	Ticket
+	// WaitOn makes everything that is enqueued on s from now on wait for the batch: for a read until its bytes are in
+	// place, for a write until its source may be changed. It blocks until the kernels that do it are enqueued, since
+	// a stream cannot wait for what is not there yet. Outcomes are told by Wait.
+	WaitOn(s *cuda.Stream) error
+}
+
+// gpuTicket is a batch in flight. Fields below "I/O thread" are that thread's until done is closed.
+type gpuTicket struct {
+	g        *GPU
+	m        *Map
+	tables   *deviceMap
+	n        int
+	write    bool
+	zeroing  bool // no commands: all targets are zeroed
+	memory   batchMemory
+	cells    cuda.KernelCells
+	sums     cuda.SumsParams
+	chunks   []gpuChunk
+	after    *cuda.Event
+	event    *cuda.Event // of the last harvest or gather; nil where nobody waits on it
+	memories []*Memory
+
+	enqueued chan struct{} // closed when WaitOn has what it waits for
+	done     chan struct{}
+	ended    atomic.Bool  // done is closed, or about to be
+	told     atomic.Bool  // enqueued is closed, or about to be
+	waiting  atomic.Int64 // since when somebody waits, 0: nobody
+	hung     error        // set before done is closed, when the I/O thread hangs
+
+	mu       sync.Mutex // guards released, with which event goes back
+	released bool
+
+	// I/O thread.
+	next     int         // first chunk that was not built yet
+	again    []*gpuChunk // built in vain: their lane was quiesced, or rewound
+	listed   int         // chunks in memory.moved
+	plain    int         // chunks that need no harvest or gather
+	launched int         // of those listed
+	bytes    int         // of those listed and not launched
+	settled  int         // chunks that are over
+	over     error       // why the batch was given up
+	failed   []Result
+}
+
+// gpuChunk is a piece of a batch: consecutive IOCTXs that one lane carries at a time.
+type gpuChunk struct {
+	t        *gpuTicket
+	index    int
+	nth      int // of the place with this chunk's index in memory.moved: the index of the chunk that stands there
+	first    uint32
+	count    uint32
+	bytes    uint32 // of cells
+	commands uint32 // once built
+	payload  uint64 // bytes, for statistics
+	slot     int32  // of staging, noSlot
+	direct   bool
+	ready    bool // its commands stand in a lane's queues
+	gathered gatherState
+	failed   bool // at least in part
+	late     bool // failed while it was gathered: over when that is
+}
+
+const noSlot = -1
+
+type gatherState uint8
+
+const (
+	gatherNone gatherState = iota
+	gatherRuns
+	gatherDone
+)
+
+// batchMemory is what a batch has in pinned memory.
+type batchMemory struct {
+	pinned   *pinned
+	ctxs     []IOCTX
+	chunks   []cuda.KernelChunk // as built: lanes' cells
+	moved    []cuda.KernelChunk // as harvested or gathered: staging, in the order of launches
+	counts   []uint32           // [chunk*drives+drive]
+	outcomes []uint8
+	statuses []uint16 // polling only
+	active   []uint32 // of a layer
+	ordinals []uint16
+
+	ctxsGPU, chunksGPU, movedGPU, countsGPU, outcomesGPU, statusesGPU, offsetsGPU uint64
+	offsets                                                                       []uint32
+	activeGPU, ordinalsGPU                                                        uint64
+}
+
+// batchSizes are the lengths of its parts.
+type batchSizes struct{ ctxs, chunks, drives, group, active, ordinals, statuses int }
+
+func (b *batchMemory) carve(c *carver, s *batchSizes) {
+	b.ctxs, b.ctxsGPU = carve[IOCTX](c, s.ctxs)
+	b.chunks, b.chunksGPU = carve[cuda.KernelChunk](c, s.chunks)
+	b.moved, b.movedGPU = carve[cuda.KernelChunk](c, s.chunks)
+	b.counts, b.countsGPU = carve[uint32](c, s.chunks*s.drives)
+	b.outcomes, b.outcomesGPU = carve[uint8](c, s.ctxs)
+	b.statuses, b.statusesGPU = carve[uint16](c, s.statuses)
+	b.offsets, b.offsetsGPU = carve[uint32](c, s.group)
+	b.active, b.activeGPU = carve[uint32](c, s.active)
+	b.ordinals, b.ordinalsGPU = carve[uint16](c, s.ordinals)
+}
+
+// batchOptions are what only some batches have.
+type batchOptions struct {
+	after    *cuda.Event
+	quiet    bool // nobody waits on it by a stream
+	zeroing  bool
+	sums     *cuda.SumsParams // all but the batch's own parts
+	active   []uint32
+	ordinals []uint16
+}
+
+// Issue queues a batch of any length; the Ticket is a GPUTicket. ctxs is the caller's again at once, the buffers are
+// when Wait, which is called exactly once, has returned.
+func (g *GPU) Issue(write bool, m *Map, ctxs []IOCTX) (Ticket, error) {
+	t, err := g.issue(write, m, ctxs, batchOptions{})
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// IssueAfter queues a batch that touches its buffers only after an event of the engine's, if it is not nil: the target's
+// last reader, or the compute that produced the source. The event was recorded before and stays alive until Wait.
+func (g *GPU) IssueAfter(write bool, m *Map, ctxs []IOCTX, after *cuda.Event) (GPUTicket, error) {
+	t, err := g.issue(write, m, ctxs, batchOptions{after: after})
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+func (g *GPU) issue(write bool, m *Map, ctxs []IOCTX, o batchOptions) (*gpuTicket, error) {
+	if m == nil {
+		return nil, fmt.Errorf("%w: no extent map", ErrInvalid)
+	}
+	if err := g.usable(); err != nil && !o.zeroing {
+		return nil, err
+	}
+	t := &gpuTicket{
+		g: g, m: m, n: len(ctxs), write: write, zeroing: o.zeroing, after: o.after,
+		enqueued: make(chan struct{}), done: make(chan struct{}),
+	}
+	t.memories = g.regions.hold(ctxs)
+	if err := t.prepare(ctxs, &o); err != nil {
+		t.release()
+		return nil, err
+	}
+	if err := g.enqueue(t); err != nil {
+		t.release()
+		return nil, err
+	}
+	return t, nil
+}
+
+func (g *GPU) usable() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.usableLocked()
+}
+
+func (g *GPU) usableLocked() error {
+	if g.closed {
+		return ErrClosed
+	}
+	if err := g.broken.Load(); err != nil {
+		return *err
+	}
+	if g.alive.Load() == 0 {
+		return fmt.Errorf("%w: %w", ErrDead, errNoLane)
+	}
+	return nil
+}
+
+// hangs says whether the I/O thread was given up.
+func (g *GPU) hangs() bool {
+	select {
+	case <-g.stuck:
+		return true
+	default:
+		return false
+	}
+}
+
+func (g *GPU) enqueue(t *gpuTicket) error {
+	g.mu.Lock()
+	// Targets are zeroed by a ring that is broken, too.
+	if err := g.usableLocked(); err != nil && (!t.zeroing || g.closed || g.hangs()) {
+		g.mu.Unlock()
+		return err
+	}
+	if t.n == 0 {
+		g.mu.Unlock()
+		t.ended.Store(true)
+		close(t.enqueued)
+		close(t.done)
+		return nil
+	}
+	g.incoming = append(g.incoming, t)
+	g.live = append(g.live, t)
+	g.mu.Unlock()
+	g.ring()
+	return nil
+}
+
+// prepare plans the chunks and brings what kernels need of the batch to where they see it.
+func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
+	g := t.g
+	if t.n == 0 {
+		return nil
+	}
+	if t.tables, err = g.maps.get(g, t.m); err != nil {
+		return err
+	}
+	if !o.quiet {
+		if t.event, err = g.events.get(g); err != nil {
+			return err
+		}
+	}
+	p := planner{t: t, ctxs: ctxs}
+	p.plan()
+	sizes := batchSizes{
+		ctxs: t.n, chunks: len(t.chunks), drives: len(g.config.Lanes[0]), group: len(p.offsets),
+		active: len(o.active), ordinals: len(o.ordinals),
+	}
+	if g.gpu.Polling {
+		sizes.statuses = t.n
+	}
+	b := &t.memory
+	measure := carver{}
+	b.carve(&measure, &sizes)
+	if b.pinned, err = g.pool.get(g, measure.at); err != nil {
+		return err
+	}
+	b.carve(&carver{host: b.pinned.memory.Bytes, gpu: uint64(b.pinned.memory.GPU)}, &sizes)
+	copy(b.ctxs, ctxs)
+	copy(b.offsets, p.offsets)
+	copy(b.active, o.active)
+	copy(b.ordinals, o.ordinals)
+	outcome := cuda.OutcomeOK
+	if t.zeroing {
+		outcome = cuda.OutcomeFailed
+	}
+	for i := range b.outcomes {
+		b.outcomes[i] = outcome
+	}
+	t.cells = cuda.KernelCells{Offsets: b.offsetsGPU, Stride: p.stride, Group: uint32(len(p.offsets))}
+	if o.sums != nil {
+		t.sums = *o.sums
+		t.sums.Active, t.sums.Ordinals, t.sums.PerSlot = b.activeGPU, b.ordinalsGPU, uint32(len(o.ordinals))
+	}
+	return nil
+}
+
+// planner cuts a batch into chunks and packs their cells. Kernels find an IOCTX's cell by arithmetic, so that cells repeat
+// by groups: of the objects of a layer's slot, mostly. Where the objects' lengths do not repeat, all cells are as long
+// as the longest.
+type planner struct {
+	t       *gpuTicket
+	ctxs    []IOCTX
+	offsets []uint32 // of the cells of a group
+	stride  uint32
+	limit   int // commands of a chunk
+}
+
+// groupMax bounds the search for a pattern.
+const groupMax = 1024
+
+func (p *planner) plan() {
+	g := p.t.g
+	lanes := len(g.lanes)
+	if p.t.write {
+		lanes = int(writeLanes(int32(lanes)))
+	}
+	p.limit = max(chunkLeast, (p.t.n+lanes-1)/lanes)
+	if c := g.config.ChunkCommands; c > 0 {
+		p.limit = min(p.limit, c)
+	}
+	// Half of a queue at most, so that the next chunk can be built while this one is under way.
+	p.limit = max(1, min(p.limit, g.depth/2))
+	direct, bounce := 0, 0
+	kinds := kindOf{t: p.t}
+	for i := range p.ctxs {
+		if p.ctxs[i].Flags != 0 {
+			continue
+		} else if kinds.direct(&p.ctxs[i]) {
+			direct++
+		} else {
+			bounce++
+		}
+	}
+	group := 1
+	if direct == 0 || bounce == 0 {
+		group = p.period()
+	}
+	p.pack(group)
+	if direct > 0 && bounce > 0 {
+		p.cutMixed()
+		return
+	}
+	p.cut(0, p.t.n, bounce == 0)
+}
+
+// cellOf is the bytes of an object's cell, 0 for one that no cell can hold: it is refused.
+func (p *planner) cellOf(object uint16) uint32 {
+	if int(object) >= len(p.t.m.objects) {
+		return 0
+	}
+	n := uint32(p.t.m.objects[object].units) * pageBytes
+	if int(n) > p.t.g.staging.bytes {
+		return 0
+	}
+	return n
+}
+
+// period is the length of the shortest group of IOCTXs whose objects repeat all through the batch, 1 if there is none.
+func (p *planner) period() int {
+	n := 1
+	for n < len(p.ctxs) && p.ctxs[n].Object != p.ctxs[0].Object {
+		if n++; n > min(groupMax, p.limit) {
+			return 1
+		}
+	}
+	if n > min(groupMax, p.limit) {
+		return 1
+	}
+	room := 0
+	for i := range p.ctxs {
+		if i >= n && p.ctxs[i].Object != p.ctxs[i-n].Object {
+			return 1
+		}
+		if i < n {
+			room += int(p.cellOf(p.ctxs[i].Object))
+		}
+	}
+	if room > p.t.g.staging.bytes {
+		return 1
+	}
+	return n
+}
+
+func (p *planner) pack(group int) {
+	p.offsets = make([]uint32, group)
+	if group > 1 {
+		for i := range p.offsets {
+			p.offsets[i] = p.stride
+			p.stride += p.cellOf(p.ctxs[i].Object)
+		}
+		return
+	}
+	for i := range p.ctxs {
+		p.stride = max(p.stride, p.cellOf(p.ctxs[i].Object))
+	}
+}
+
+// cut makes chunks of the IOCTXs from first to end.
+func (p *planner) cut(first, end int, direct bool) {
+	group := len(p.offsets)
+	n := max(group, p.limit/group*group)
+	if !direct && p.stride > 0 {
+		n = max(group, min(n, p.t.g.staging.bytes/int(p.stride)*group))
+	}
+	if p.t.chunks == nil {
+		p.t.chunks = make([]gpuChunk, 0, (end-first+n-1)/n)
+	}
+	for ; first < end; first += n {
+		c := gpuChunk{t: p.t, index: len(p.t.chunks), first: uint32(first), direct: direct, slot: noSlot}
+		c.count = uint32(min(n, end-first))
+		if !direct {
+			c.bytes = p.bytes(int(c.count))
+		}
+		for i := first; i < first+int(c.count); i++ {
+			if p.ctxs[i].Flags == 0 {
+				c.payload += uint64(p.t.m.ObjectBytes(p.ctxs[i].Object))
+			}
+		}
+		p.t.chunks = append(p.t.chunks, c)
+	}
+}
+
+// bytes is what the cells of n IOCTXs from a group's start take.
+func (p *planner) bytes(n int) uint32 {
+	group := len(p.offsets)
+	bytes := uint32(n/group) * p.stride
+	if rest := n % group; rest > 0 {
+		bytes += p.offsets[rest]
+	}
+	return bytes
+}
+
+// cutMixed cuts where direct and bounced IOCTXs meet: a chunk is one or the other as a whole.
+func (p *planner) cutMixed() {
+	p.t.chunks = make([]gpuChunk, 0, 16)
+	kinds := kindOf{t: p.t}
+	for first := 0; first < len(p.ctxs); {
+		direct, end := kinds.direct(&p.ctxs[first]), first+1
+		for end < len(p.ctxs) && kinds.direct(&p.ctxs[end]) == direct {
+			end++
+		}
+		p.cut(first, end, direct)
+		first = end
+	}
+}
+
+// kindOf tells which IOCTXs controllers reach directly. It remembers the last memory, since most batches have one.
+type kindOf struct {
+	t        *gpuTicket
+	id       uint64
+	last     *Memory
+	previous bool
+}
+
+func (k *kindOf) direct(ctx *IOCTX) bool {
+	if ctx.Flags == 0 { // others have nothing to move and go with those before
+		k.previous = k.reached(ctx)
+	}
+	return k.previous
+}
+
+func (k *kindOf) reached(ctx *IOCTX) bool {
+	g := k.t.g
+	if g.staging.bytes == 0 {
+		return true // or refused
+	}
+	if id := ctx.Desc >> offsetBits; k.last == nil || id != k.id {
+		k.id, k.last = id, g.regions.lookup(ctx.Desc)
+	}
+	m := k.last
+	if m == nil || !m.direct {
+		return false
+	}
+	payload := k.t.m.ObjectBytes(ctx.Object)
+	units := (payload + pageBytes - 1) &^ (pageBytes - 1)
+	if m.device.paged != nil {
+		return payload == units
+	}
+	at := ctx.Desc & (1<<offsetBits - 1)
+	room := payload == units || m.padded && at <= uint64(len(m.buf)) && uint64(units) <= uint64(len(m.buf))-at
+	return room && (m.base+at)%4 == 0
+}
+
+// WaitOn makes a stream wait for the batch; see GPUTicket.
+func (t *gpuTicket) WaitOn(s *cuda.Stream) error {
+	<-t.enqueued
+	if t.ended.Load() {
+		<-t.done
+		return t.hung
+	}
+	return t.g.onThread(func() error {
+		t.mu.Lock()
+		defer t.mu.Unlock()
+		if t.released || t.event == nil {
+			return nil
+		}
+		return s.WaitEvent(t.event)
+	})
+}
+
+// Done says whether Wait would return at once.
+func (t *gpuTicket) Done() bool {
+	select {
+	case <-t.done:
+		return true
+	default:
+		return false
+	}
+}
+
+// Wait blocks until the batch is complete; see Ring.Wait.
+func (g *GPU) Wait(ticket Ticket) ([]Result, error) {
+	t, ours := ticket.(*gpuTicket)
+	if !ours || t.g != g {
+		return nil, fmt.Errorf("%w: a ticket of another executor", ErrInvalid)
+	}
+	return g.wait(t)
+}
+
+func (g *GPU) wait(t *gpuTicket) ([]Result, error) {
+	t.waiting.CompareAndSwap(0, max(1, g.now()))
+	<-t.done
+	if t.hung != nil {
+		// The I/O thread may still touch all that the batch has: it is never given back.
+		failed := make([]Result, t.n)
+		for i := range failed {
+			failed[i] = Result{Index: i, Err: t.hung}
+		}
+		return failed, t.hung
+	}
+	failed := t.results()
+	t.release()
+	if err := g.broken.Load(); err != nil && len(failed) > 0 {
+		return failed, *err
+	}
+	return failed, nil
+}
+
+// results are the failed IOCTXs in batch order.
+func (t *gpuTicket) results() []Result {
+	if t.zeroing {
+		return nil
+	}
+	failed := t.failed
+	for i := 0; i < len(t.memory.outcomes); i++ {
+		if i%8 == 0 && i+8 <= t.n && *(*uint64)(unsafe.Pointer(&t.memory.outcomes[i])) == 0 {
+			i += 7
+			continue
+		}
+		switch o := t.memory.outcomes[i]; o {
+		case cuda.OutcomeOK, cuda.OutcomeFailed:
+		default:
+			failed = append(failed, Result{Index: i, Err: t.refusal(i, o)})
+		}
+	}
+	slices.SortFunc(failed, func(a, b Result) int { return cmp.Compare(a.Index, b.Index) })
+	return failed
+}
+
+// refusal is the error of an outcome that a kernel gave.
+func (t *gpuTicket) refusal(i int, outcome uint8) error {
+	ctx, payload := &t.memory.ctxs[i], t.m.ObjectBytes(t.memory.ctxs[i].Object)
+	switch outcome {
+	case cuda.OutcomeUnmapped:
+		if drive, _, _, ok := t.m.Locate(ctx.Slot, ctx.Object); ok {
+			return fmt.Errorf("%w: slot %d object %d lies on drive %d, to which the ring has no queue",
+				ErrUnmapped, ctx.Slot, ctx.Object, drive)
+		}
+		return fmt.Errorf("%w: slot %d object %d", ErrUnmapped, ctx.Slot, ctx.Object)
+	case cuda.OutcomeInvalid:
+		return fmt.Errorf("%w: flags %#x", ErrInvalid, ctx.Flags)
+	case cuda.OutcomeChecksum:
+		t.g.stats.checksums.Add(1)
+		return fmt.Errorf("%w: slot %d object %d", ErrChecksum, ctx.Slot, ctx.Object)
+	}
+	if cells := t.g.staging.bytes; cells > 0 && int(payload) > cells {
+		return fmt.Errorf("%w: %d bytes must be bounced, a lane has %d bytes of cells", ErrMemory, payload, cells)
+	}
+	return fmt.Errorf("%w: descriptor %#x of %d bytes", ErrMemory, ctx.Desc, payload)
+}
+
+// release gives back what the batch holds. Nothing of it is in flight any more.
+func (t *gpuTicket) release() {
+	letGo(t.memories)
+	t.memories = nil
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.released = true
+	if t.event != nil {
+		t.g.events.put(t.event)
+		t.event = nil
+	}
+	if t.tables != nil {
+		t.g.maps.put(t.tables)
+		t.tables = nil
+	}
+	if t.memory.pinned != nil {
+		t.g.pool.put(t.memory.pinned)
+		t.memory.pinned = nil
+	}
+}

@@ -1,0 +1,284 @@
+package gio
+
+import (
+	"sync/atomic"
+	"unsafe"
+
+	"tuttifs/cuda"
+)
+
+// launch is a kernel that was launched and is not known to be done. Kernels count a word up in pinned memory, which costs
+// the host a load to see.
+type launch struct {
+	kind      launchKind
+	done      *uint32
+	doneGPU   uint64
+	target    uint32
+	queues    []cuda.KernelQueue // of a build
+	queuesGPU uint64
+	t         *gpuTicket
+	from, to  int // chunks: of memory.chunks for builds, of memory.moved for others
+	since     int64
+}
+
+type launchKind uint8
+
+const (
+	launchFree launchKind = iota
+	launchBuild
+	launchHarvest
+	launchGather
+)
+
+// launchesMax bounds the kernels under way.
+const launchesMax = 16
+
+// Blocks of kernels.
+const (
+	buildThreads   = 256
+	harvestThreads = 512
+)
+
+// claim finds a free launch, nil if all are under way.
+func (th *ioThread) claim(kind launchKind, t *gpuTicket, from, to int, now int64) *launch {
+	for i := range th.launches {
+		if l := &th.launches[i]; l.kind == launchFree {
+			l.kind, l.t, l.from, l.to, l.since = kind, t, from, to, now
+			atomic.StoreUint32(l.done, 0)
+			th.flying++
+			return l
+		}
+	}
+	return nil
+}
+
+// collect takes note of kernels that are done.
+func (th *ioThread) collect() (moved bool) {
+	if th.flying == 0 {
+		return false
+	}
+	for i := range th.launches {
+		l := &th.launches[i]
+		if l.kind == launchFree || atomic.LoadUint32(l.done) < l.target {
+			continue
+		}
+		moved = true
+		kind, t := l.kind, l.t
+		l.kind, l.t = launchFree, nil
+		th.flying--
+		switch kind {
+		case launchBuild:
+			th.built(t, l.from, l.to)
+		case launchHarvest:
+			th.harvested(t, l.from, l.to)
+		case launchGather:
+			th.gathered(t, l.from, l.to)
+		}
+	}
+	return moved
+}
+
+// build has commands written ahead of the doorbells, for batches in their order: reads before writes.
+func (th *ioThread) build(now int64) (moved bool, err error) {
+	queue := &th.reads
+	if len(*queue) == 0 {
+		queue = &th.writes
+	}
+	for i := 0; i < len(*queue) && !th.g.gpu.Polling; {
+		t := (*queue)[i]
+		launched, err := th.buildSome(t, now)
+		if err != nil {
+			return moved, err
+		}
+		moved = moved || launched
+		if t.next < len(t.chunks) || len(t.again) > 0 {
+			if launched {
+				continue
+			}
+			return moved, nil // no room; others wait their turn
+		}
+		*queue = append((*queue)[:i], (*queue)[i+1:]...)
+	}
+	return moved, nil
+}
+
+// writeAhead is how many chunks of writes a lane has built: lanes are to be free for reads soon.
+const writeAhead = 3
+
+// takes says whether a lane may have chunks of a direction built now.
+func (th *ioThread) takes(l *gpuLane, write bool) bool {
+	if l.state >= laneQuiescing || l.building || l.rewinds {
+		return false
+	}
+	if th.g.gpu.BuildPerChunk && (l.active != nil || len(l.ahead) > 0) {
+		return false
+	}
+	direction, none := l.direction()
+	if !none {
+		return direction == write && (!write || len(l.ahead) < writeAhead)
+	}
+	return !write || th.writing() < int(writeLanes(th.g.alive.Load()))
+}
+
+// writing counts the lanes that carry writes.
+func (th *ioThread) writing() (n int) {
+	for _, l := range th.g.lanes {
+		if write, none := l.direction(); write && !none {
+			n++
+		}
+	}
+	return n
+}
+
+// room is how many commands a lane has room for whatever drives they are for.
+func (l *gpuLane) room() uint32 {
+	room := ^uint32(0)
+	for d := range l.queues {
+		q := &l.queues[d]
+		room = min(room, q.mask-q.count-l.built[d])
+	}
+	return room - l.unbuilt
+}
+
+// hungry says whether less than half of what a lane may have built is left.
+func (l *gpuLane) hungry() bool {
+	left := uint32(0)
+	for _, c := range l.ahead {
+		left += c.count
+	}
+	return int(left) <= l.g.depth/2
+}
+
+// buildSome launches one build for a batch: of chunks that were built in vain, one at a time, or of the next ones, as many
+// as lanes have room for.
+func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
+	hungry := false
+	for i, l := range th.g.lanes {
+		th.open[i] = th.takes(l, t.write)
+		hungry = hungry || th.open[i] && l.hungry()
+	}
+	if !hungry || th.flying == launchesMax {
+		return false, nil
+	}
+	from, again := t.next, false
+	if len(t.again) > 0 {
+		from, again = t.again[0].index, true
+	}
+	to := from
+	for to < len(t.chunks) && (!again || to == from) && th.assign(&t.chunks[to]) {
+		to++
+		if th.g.gpu.BuildPerChunk {
+			break
+		}
+	}
+	if to == from {
+		return false, nil
+	}
+	if again {
+		t.again = append(t.again[:0], t.again[1:]...)
+	} else {
+		t.next = to
+	}
+	return true, th.launchBuild(t, from, to, now)
+}
+
+// assign gives a chunk to the next lane that takes it.
+func (th *ioThread) assign(c *gpuChunk) bool {
+	lanes := th.g.lanes
+	for range lanes {
+		th.lane = (th.lane + 1) % len(lanes)
+		l := lanes[th.lane]
+		if !th.open[th.lane] || l.room() < c.count {
+			continue
+		}
+		if write, none := l.direction(); c.t.write && !none && write && len(l.ahead) >= writeAhead {
+			continue
+		} else if none && c.t.write && th.writing() >= int(writeLanes(th.g.alive.Load())) {
+			continue
+		}
+		l.ahead = append(l.ahead, c)
+		l.unbuilt += c.count
+		k := &c.t.memory.chunks[c.index]
+		*k = cuda.KernelChunk{First: c.first, Count: c.count, Lane: uint32(l.number)}
+		if !c.direct {
+			k.Cells = l.cellsBase
+		}
+		if th.g.gpu.BuildPerChunk {
+			th.open[th.lane] = false
+		}
+		return true
+	}
+	return false
+}
+
+func (th *ioThread) launchBuild(t *gpuTicket, from, to int, now int64) error {
+	g := th.g
+	x := th.claim(launchBuild, t, from, to, now)
+	drives := len(g.config.Lanes[0])
+	for i := from; i < to; i++ {
+		g.lanes[t.memory.chunks[i].Lane].building = true
+	}
+	for i, l := range g.lanes {
+		if !l.building {
+			continue
+		}
+		for d := range l.queues {
+			q := &l.queues[d]
+			x.queues[i*drives+d] = cuda.KernelQueue{
+				SQ: l.addresses[d].sq, CQ: l.addresses[d].cq, Mask: q.mask,
+				Tail: l.next(d), FirstID: uint32(q.firstID) + q.count + l.built[d],
+				LBAShift: uint32(q.lbaShift),
+			}
+		}
+	}
+	p := &th.buildParams
+	*p = cuda.BuildParams{
+		Tables: t.tables.tables, Cells: t.cells, IOCTXs: t.memory.ctxsGPU,
+		Chunks:   t.memory.chunksGPU + uint64(from)*uint64(unsafe.Sizeof(cuda.KernelChunk{})),
+		Counts:   t.memory.countsGPU + uint64(4*from*drives),
+		Outcomes: t.memory.outcomesGPU, Queues: x.queuesGPU, Done: x.doneGPU,
+		PRPBase: g.prp.base, PRPDMA: g.prp.dma,
+		ChunkCount: uint32(to - from), Lanes: uint32(len(g.lanes)), Drives: uint32(drives),
+		CellBytes: uint32(g.staging.bytes),
+	}
+	if t.write {
+		p.Write = 1
+	}
+	if g.config.SGL {
+		p.SGL = 1
+	}
+	x.target = p.Lanes * p.Drives
+	g.stats.builds.Add(1)
+	return g.device.buildS.Launch(g.device.build, x.target, buildThreads, 0, unsafe.Pointer(p))
+}
+
+// next is where the command after those that are built goes.
+func (l *gpuLane) next(d int) uint32 {
+	q := &l.queues[d]
+	next := q.tail + l.built[d]
+	if l.state == laneLoading { // the active chunk is not rung yet
+		next += q.count
+	}
+	return next & q.mask
+}
+
+// built takes the chunks of a build over.
+func (th *ioThread) built(t *gpuTicket, from, to int) {
+	drives := len(th.g.config.Lanes[0])
+	for i := from; i < to; i++ {
+		c := &t.chunks[i]
+		l := th.g.lanes[t.memory.chunks[i].Lane]
+		l.building = false
+		l.unbuilt -= c.count
+		c.commands, c.ready = 0, true
+		for d, n := range t.memory.counts[i*drives : (i+1)*drives] {
+			l.built[d] += n
+			c.commands += n
+		}
+		if t.write && c.gathered == gatherNone && (c.direct && t.sums.Seeds == 0 || c.commands == 0) {
+			c.gathered = gatherDone
+			t.plain++
+			th.tell(t)
+		}
+	}
+}

@@ -1,0 +1,213 @@
+package gio
+
+import (
+	"unsafe"
+
+	"tuttifs/cuda"
+)
+
+// arrivedChunk takes a chunk over from its lane: all of its commands are complete, and its bytes are where they go, or
+// in the staging.
+func (g *GPU) arrivedChunk(c *gpuChunk) {
+	t, th := c.t, &g.thread
+	if t.write {
+		g.giveSlot(c)
+		th.settle(t, 1)
+		return
+	}
+	if c.direct && t.sums.Seeds == 0 && !c.failed && c.commands == c.count {
+		t.plain++
+		th.tell(t)
+		th.settle(t, 1)
+		return
+	}
+	th.list(c)
+}
+
+// failChunk gives every IOCTX of a chunk that has no outcome yet the same one, and has the targets of a read zeroed. No
+// controller and no copy touches the chunk's memory any more.
+func (g *GPU) failChunk(c *gpuChunk, err error) {
+	t, th := c.t, &g.thread
+	for i := int(c.first); i < int(c.first+c.count); i++ {
+		t.fail(i, err)
+	}
+	c.failed = true
+	switch {
+	case !t.write:
+		g.giveSlot(c)
+		th.list(c)
+	case c.gathered == gatherRuns:
+		c.late = true
+	default:
+		if c.gathered == gatherNone {
+			c.gathered = gatherDone
+			t.plain++
+			th.tell(t)
+		}
+		g.giveSlot(c)
+		th.settle(t, 1)
+	}
+}
+
+// fail records one IOCTX's error.
+func (t *gpuTicket) fail(index int, err error) {
+	if o := &t.memory.outcomes[index]; *o == cuda.OutcomeOK {
+		*o = cuda.OutcomeFailed
+		t.failed = append(t.failed, Result{Index: index, Err: err})
+	}
+}
+
+// list adds a chunk to those that wait for a harvest, or for a gather.
+func (th *ioThread) list(c *gpuChunk) {
+	t := c.t
+	if th.dead {
+		th.zeroOnHost(c)
+		t.listed++
+		t.launched++
+		th.tell(t)
+		th.settle(t, 1)
+		return
+	}
+	k := &t.memory.moved[t.listed]
+	*k = cuda.KernelChunk{First: c.first, Count: c.count}
+	switch {
+	case c.direct:
+	case c.slot != noSlot:
+		k.Cells = th.g.staging.address(c.slot)
+	default:
+		k.Cells = uint64(th.g.staging.memory) // it is not read: no IOCTX of the chunk succeeded
+	}
+	t.chunks[t.listed].nth = c.index
+	if t.launched == t.listed {
+		th.listed = append(th.listed, t)
+	}
+	t.listed++
+	t.bytes += int(c.bytes)
+}
+
+// launchMoves starts gathers at once, and harvests when enough has arrived, when the batch is all there, or when the
+// staging is short; not more often, since beside long kernels each of them waits for an SM.
+func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
+	g := th.g
+	for i := 0; i < len(th.listed); {
+		t := th.listed[i]
+		all := t.listed+t.plain == len(t.chunks)
+		short := th.harvests == 0 && len(g.staging.free) < g.staging.slots/2
+		due := all || t.write || short || t.bytes >= g.gpu.HarvestBytes
+		if !due || th.flying == launchesMax {
+			i++
+			continue
+		}
+		if err := th.launchMove(t, now); err != nil {
+			return moved, err
+		}
+		moved = true
+		th.listed = append(th.listed[:i], th.listed[i+1:]...)
+		if all && t.event != nil {
+			s := g.device.harvestS
+			if t.write {
+				s = g.device.gatherS
+			}
+			if err := t.event.Record(s); err != nil {
+				return moved, err
+			}
+		}
+		th.tell(t)
+	}
+	return moved, nil
+}
+
+func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
+	g := th.g
+	kind, f, s, count := launchHarvest, g.device.harvest, g.device.harvestS, &g.stats.harvests
+	if t.write {
+		kind, f, s, count = launchGather, g.device.gather, g.device.gatherS, &g.stats.gathers
+	} else {
+		th.harvests++
+	}
+	x := th.claim(kind, t, t.launched, t.listed, now)
+	x.target = uint32(g.gpu.HarvestBlocks)
+	p := &th.harvestParams
+	*p = cuda.HarvestParams{
+		Tables: t.tables.tables, Cells: t.cells, Sums: t.sums, IOCTXs: t.memory.ctxsGPU,
+		Chunks:   t.memory.movedGPU + uint64(t.launched)*uint64(unsafe.Sizeof(cuda.KernelChunk{})),
+		Outcomes: t.memory.outcomesGPU, Done: x.doneGPU, ChunkCount: uint32(t.listed - t.launched),
+	}
+	t.launched, t.bytes = t.listed, 0
+	count.Add(1)
+	return s.Launch(f, x.target, harvestThreads, 0, unsafe.Pointer(p))
+}
+
+// harvested frees the staging of chunks whose bytes are in place, and counts them off.
+func (th *ioThread) harvested(t *gpuTicket, from, to int) {
+	th.harvests--
+	for i := from; i < to; i++ {
+		th.g.giveSlot(&t.chunks[t.chunks[i].nth])
+	}
+	th.settle(t, to-from)
+}
+
+// gatherAhead brings writes' bytes to the staging: those of the chunks that lanes take next first.
+func (th *ioThread) gatherAhead() {
+	s := &th.g.staging
+	for depth := range writeAhead {
+		for _, l := range th.g.lanes {
+			if depth >= len(l.ahead) {
+				continue
+			}
+			c := l.ahead[depth]
+			if !c.t.write || !c.ready || c.gathered != gatherNone || c.t.over != nil {
+				continue
+			}
+			if !c.direct {
+				// The last slot is for a chunk that is a lane's next: one that waits behind such a chunk would hold
+				// it for ever.
+				room := s.room(true)
+				if room == 0 || depth > 0 && room == 1 {
+					return
+				}
+				c.slot = s.take(true)
+			}
+			c.gathered = gatherRuns
+			th.list(c)
+		}
+	}
+}
+
+// gathered lets the lanes have chunks whose bytes are in the staging.
+func (th *ioThread) gathered(t *gpuTicket, from, to int) {
+	for i := from; i < to; i++ {
+		c := &t.chunks[t.chunks[i].nth]
+		c.gathered = gatherDone
+		if c.late {
+			th.g.giveSlot(c)
+			th.settle(t, 1)
+		}
+	}
+}
+
+// tell lets streams wait for a batch whose last kernel is enqueued.
+func (th *ioThread) tell(t *gpuTicket) {
+	if t.listed > 0 && t.launched == t.listed && t.listed+t.plain == len(t.chunks) && t.told.CompareAndSwap(false, true) {
+		close(t.enqueued)
+	}
+}
+
+// settle counts chunks off, and ends the batch with the last one.
+func (th *ioThread) settle(t *gpuTicket, n int) {
+	if t.settled += n; t.settled == len(t.chunks) {
+		th.end(t)
+	}
+}
+
+// zeroOnHost zeroes the host memory that a failed read's chunk has for its targets: all that can be done when the GPU is
+// gone.
+func (th *ioThread) zeroOnHost(c *gpuChunk) {
+	t := c.t
+	for i := c.first; i < c.first+c.count; i++ {
+		ctx := &t.memory.ctxs[i]
+		if m := th.g.regions.lookup(ctx.Desc); m != nil && t.memory.outcomes[i] != cuda.OutcomeOK {
+			clear(m.at(ctx.Desc, t.m.ObjectBytes(ctx.Object)))
+		}
+	}
+}

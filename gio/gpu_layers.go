@@ -1,0 +1,230 @@
+package gio
+
+import (
+	"encoding/binary"
+	"fmt"
+
+	"tuttifs/cuda"
+)
+
+// GPULayerTicket is a layer in flight of a GPU executor.
+type GPULayerTicket interface {
+	LayerTicket
+	// WaitOn is as for GPUTicket.
+	WaitOn(s *cuda.Stream) error
+}
+
+// GPULayers are Layers whose verbs wait for an event of the engine's: the target's last reader, or the compute that
+// produced the source. Nil waits for nothing. The event was recorded before, and stays alive until the ticket's Wait.
+type GPULayers interface {
+	Layers
+	RetrieveLayerAfter(layer uint16, dst []uint64, after *cuda.Event) (GPULayerTicket, error)
+	StoreLayerAfter(layer uint16, src []uint64, after *cuda.Event) (GPULayerTicket, error)
+}
+
+// gpuLayers is the layer verbs on the GPU: trailers pass by the host, sums are taken and compared by gather and harvest.
+type gpuLayers struct {
+	layerState
+	g      *GPU
+	pinned *pinned // of sums and seeds
+	params cuda.SumsParams
+}
+
+// OpenLayers prepares restoring; see Ring.OpenLayers. The Layers are GPULayers.
+func (g *GPU) OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
+	l, err := g.newLayers(m, rank, slots, false)
+	if err != nil {
+		return nil, err
+	}
+	if err := l.open(); err != nil {
+		l.Close()
+		return nil, err
+	}
+	return l, nil
+}
+
+// CreateLayers prepares storing. The Layers are GPULayers.
+func (g *GPU) CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
+	l, err := g.newLayers(m, rank, slots, true)
+	if err != nil {
+		return nil, err
+	}
+	return l, nil
+}
+
+func (g *GPU) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*gpuLayers, error) {
+	if err := g.usable(); err != nil {
+		return nil, err
+	}
+	l := &gpuLayers{g: g, layerState: layerState{base: &g.base, run: g.runBatch, store: store}}
+	return l, l.init(m, rank, slots, l.pin)
+}
+
+// runBatch moves a batch of trailers.
+func (g *GPU) runBatch(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
+	t, err := g.issue(write, m, ctxs, batchOptions{quiet: true})
+	if err != nil {
+		return nil, err
+	}
+	return g.wait(t)
+}
+
+// pin makes room for n sums where kernels reach them, and writes the seeds.
+func (l *gpuLayers) pin(n int) ([]uint64, error) {
+	if n == 0 {
+		return nil, nil
+	}
+	var sums, seeds []uint64
+	carveBoth := func(c *carver) {
+		sums, l.params.Sums = carve[uint64](c, n)
+		seeds, l.params.Seeds = carve[uint64](c, 2*len(l.slots))
+	}
+	measure := carver{}
+	carveBoth(&measure)
+	var err error
+	if l.pinned, err = l.g.pool.get(l.g, measure.at); err != nil {
+		return nil, err
+	}
+	carveBoth(&carver{host: l.pinned.memory.Bytes, gpu: uint64(l.pinned.memory.GPU)})
+	clear(sums)
+	for i := range l.slots {
+		s := &l.slots[i].Seed
+		seeds[2*i], seeds[2*i+1] = binary.LittleEndian.Uint64(s[:8]), binary.LittleEndian.Uint64(s[8:])
+	}
+	l.params.RankObjs, l.params.Rank = uint32(l.objects), uint32(l.rank)
+	return sums, nil
+}
+
+// Close gives the trailers' memory back. Tickets must have been waited for.
+func (l *gpuLayers) Close() {
+	l.layerState.Close()
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.pinned != nil {
+		l.g.pool.put(l.pinned)
+		l.pinned = nil
+	}
+}
+
+// gpuLayerTicket is a layer in flight.
+type gpuLayerTicket struct {
+	layerBatch
+	layers *gpuLayers
+	ticket *gpuTicket
+	zeros  *gpuTicket // targets of slots that had failed before
+}
+
+// RetrieveLayer reads the layer's objects of all slots; see ringLayers.RetrieveLayer.
+func (l *gpuLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, error) {
+	t, err := l.begin(layer, dst, nil, false)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+// StoreLayer writes the layer's objects of all slots and keeps their sums.
+func (l *gpuLayers) StoreLayer(layer uint16, src []uint64) (LayerTicket, error) {
+	t, err := l.begin(layer, src, nil, true)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+func (l *gpuLayers) RetrieveLayerAfter(layer uint16, dst []uint64, after *cuda.Event) (GPULayerTicket, error) {
+	t, err := l.begin(layer, dst, after, false)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+func (l *gpuLayers) StoreLayerAfter(layer uint16, src []uint64, after *cuda.Event) (GPULayerTicket, error) {
+	t, err := l.begin(layer, src, after, true)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+func (l *gpuLayers) begin(layer uint16, desc []uint64, after *cuda.Event, store bool) (*gpuLayerTicket, error) {
+	t := &gpuLayerTicket{layers: l}
+	batch, ctxs, err := l.prepare(layer, desc, store)
+	if err != nil {
+		return nil, err
+	}
+	t.layerBatch = batch
+	if !store && len(t.skipped) > 0 {
+		if t.zeros, err = l.zero(&t.layerBatch, t.skipped, after); err != nil {
+			return nil, err
+		}
+	}
+	ordinals := make([]uint16, len(t.objects))
+	for j, object := range t.objects {
+		ordinals[j] = uint16(l.m.layout.OrdinalInRank(object))
+	}
+	t.ticket, err = l.g.issue(store, l.m, ctxs, batchOptions{
+		after: after, sums: &l.params, active: t.active, ordinals: ordinals,
+	})
+	if err != nil {
+		if t.zeros != nil {
+			_, _ = l.g.wait(t.zeros)
+		}
+		return nil, err
+	}
+	return t, nil
+}
+
+// zero has the targets of slots zeroed.
+func (l *gpuLayers) zero(b *layerBatch, slots []uint32, after *cuda.Event) (*gpuTicket, error) {
+	ctxs := make([]IOCTX, 0, len(slots)*len(b.objects))
+	for _, i := range slots {
+		ctxs = b.append(ctxs, &l.layerState, i)
+	}
+	return l.g.issue(false, l.m, ctxs, batchOptions{after: after, zeroing: true})
+}
+
+// WaitOn makes a stream wait for the layer; see GPUTicket.
+func (t *gpuLayerTicket) WaitOn(s *cuda.Stream) error {
+	if t.zeros != nil {
+		if err := t.zeros.WaitOn(s); err != nil {
+			return err
+		}
+	}
+	return t.ticket.WaitOn(s)
+}
+
+// Wait completes the layer. Slots that failed are in Failed and zeroed; the error is for the whole: the ring is gone.
+func (t *gpuLayerTicket) Wait() error {
+	l := t.layers
+	results, err := l.g.wait(t.ticket)
+	if t.zeros != nil {
+		_, zeroed := l.g.wait(t.zeros)
+		if err == nil {
+			err = zeroed
+		}
+	}
+	l.settle(&t.layerBatch, results, err)
+	if l.store {
+		return err
+	}
+	// An object that failed was zeroed at once; its slot's others are now.
+	var slots []uint32
+	for _, i := range t.active {
+		if l.slotError(int(i)) != nil {
+			slots = append(slots, i)
+		}
+	}
+	if len(slots) == 0 {
+		return err
+	}
+	zeros, failed := l.zero(&t.layerBatch, slots, nil)
+	if failed == nil {
+		_, failed = l.g.wait(zeros)
+	}
+	if err == nil && failed != nil {
+		err = fmt.Errorf("gio: failed slots could not be zeroed: %w", failed)
+	}
+	return err
+}

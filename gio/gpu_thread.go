@@ -1,0 +1,522 @@
+package gio
+
+import (
+	"fmt"
+	"runtime"
+	"slices"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tuttifs/cuda"
+)
+
+// ioThread is what the I/O thread alone has.
+type ioThread struct {
+	g             *GPU
+	live          []*gpuTicket // taken in and not ended
+	held          []*gpuTicket // wait for an event of the engine's
+	reads, writes []*gpuTicket // have chunks to be built, in order of issue
+	listed        []*gpuTicket // have chunks that wait for a harvest or gather to be launched
+	writers       int          // live batches of writes
+	launches      [launchesMax]launch
+	flying        int    // launches under way
+	harvests      int    // of them
+	open          []bool // by lane, while a build is put together
+	lane          int    // that had the last chunk
+	work          *cuda.HostMemory
+	dead          bool // CUDA has failed: nothing is asked of it any more
+	closed        bool
+	closeErrors   []error
+	checked       int64 // when deadlines were looked at
+	queried       int64 // when kernels under way were asked for errors
+	idle          int   // rounds in which nothing happened
+	buildParams   cuda.BuildParams
+	harvestParams cuda.HarvestParams
+	poll          pollRun
+}
+
+// Times of the I/O thread, nanoseconds.
+const (
+	checkNanos  = int64(time.Millisecond)
+	queryNanos  = int64(50 * time.Millisecond)
+	spinRounds  = 4   // before the first nap
+	quietRounds = 100 // before naps are long
+	quietNanos  = 50_000
+)
+
+func (th *ioThread) setUp(g *GPU) (err error) {
+	th.g = g
+	th.open = make([]bool, len(g.lanes))
+	queues := len(g.lanes) * len(g.config.Lanes[0])
+	c := carver{}
+	th.carve(&c, queues)
+	if th.work, err = g.gpu.Context.AllocHost(c.at, false); err != nil {
+		return err
+	}
+	th.carve(&carver{host: th.work.Bytes, gpu: uint64(th.work.GPU)}, queues)
+	return th.poll.setUp(g)
+}
+
+func (th *ioThread) carve(c *carver, queues int) {
+	for i := range th.launches {
+		l := &th.launches[i]
+		if done, gpu := carve[uint32](c, 1); done != nil {
+			l.done, l.doneGPU = &done[0], gpu
+		}
+		l.queues, l.queuesGPU = carve[cuda.KernelQueue](c, queues)
+	}
+}
+
+func (th *ioThread) close() {
+	th.poll.close()
+	if th.work != nil {
+		_ = th.g.gpu.Context.FreeHost(th.work)
+	}
+}
+
+// run is the I/O thread.
+func (g *GPU) run() {
+	runtime.LockOSThread() // for good: the thread ends with the goroutine
+	defer close(g.ended)
+	th := &g.thread
+	g.stats.thread.Store(int32(unix.Gettid()))
+	defer g.stats.thread.Store(0)
+	setSlack(1)
+	if err := g.gpu.Context.Bind(); err != nil {
+		th.fatal(err)
+	}
+	for {
+		now := g.now()
+		g.beat.Store(now)
+		moved := th.round(now)
+		switch {
+		case moved:
+			th.idle = 0
+		case len(th.live) > 0:
+			th.rest()
+		case g.closing.Load() && th.closed && th.lanesStill():
+			_ = g.gpu.Context.Unbind()
+			return
+		default:
+			th.park()
+		}
+	}
+}
+
+// park sleeps until the bell rings.
+func (th *ioThread) park() {
+	g := th.g
+	g.asleep.Store(true)
+	if !g.pending.Load() {
+		<-g.bell
+	}
+	g.asleep.Store(false)
+	th.idle = 0
+}
+
+// rest passes a moment in which nothing happens. A copy of a piece takes longer than a nap, and the next one is enqueued
+// already.
+func (th *ioThread) rest() {
+	th.idle++
+	switch {
+	case th.idle <= spinRounds:
+	case th.idle > quietRounds:
+		sleep(quietNanos, th.g.procs)
+	default:
+		sleep(napNanoseconds, th.g.procs)
+	}
+}
+
+func (th *ioThread) lanesStill() bool {
+	for _, l := range th.g.lanes {
+		if l.state == laneQuiescing || l.state == laneReattaching {
+			return false
+		}
+	}
+	return true
+}
+
+// round goes once over everything that can go on. It reports whether anything did.
+func (th *ioThread) round(now int64) (moved bool) {
+	g := th.g
+	if g.pending.Load() {
+		moved = th.takeIn()
+	}
+	if g.closing.Load() && !th.closed {
+		th.closed = true
+		th.giveUpAll(ErrClosed)
+	}
+	if broken := g.broken.Load(); broken != nil && len(th.live) > 0 {
+		th.giveUpAll(*broken)
+	}
+	m, err := th.advance(now)
+	if err != nil {
+		th.fatal(err)
+	}
+	for _, l := range g.lanes {
+		m = l.poll(now) || m
+	}
+	if th.dead || len(th.live) == 0 {
+		return moved || m
+	}
+	launched, err := th.launch(now)
+	if err != nil {
+		th.fatal(err)
+	}
+	return moved || m || launched
+}
+
+// advance takes note of what the GPU has done.
+func (th *ioThread) advance(now int64) (moved bool, err error) {
+	if th.dead {
+		return false, nil
+	}
+	if now-th.checked >= checkNanos {
+		th.checked = now
+		if err := th.check(now); err != nil {
+			return false, err
+		}
+	}
+	moved = th.collect()
+	for _, m := range [...]*mover{&th.g.in, &th.g.out} {
+		some, err := m.poll(now)
+		if err != nil {
+			return moved, err
+		}
+		moved = moved || some
+	}
+	return moved, nil
+}
+
+// launch gives the GPU what there is to do.
+func (th *ioThread) launch(now int64) (moved bool, err error) {
+	if th.writers > 0 {
+		th.gatherAhead()
+	}
+	for _, step := range [...]func(*ioThread, int64) (bool, error){
+		(*ioThread).release, (*ioThread).build, (*ioThread).launchMoves, (*ioThread).pollBatches,
+	} {
+		some, err := step(th, now)
+		if err != nil {
+			return moved, err
+		}
+		moved = moved || some
+	}
+	for _, m := range [...]*mover{&th.g.in, &th.g.out} {
+		some, err := m.submit(now)
+		if err != nil {
+			return moved, err
+		}
+		moved = moved || some
+	}
+	return moved, nil
+}
+
+// takeIn takes what others have left.
+func (th *ioThread) takeIn() bool {
+	g := th.g
+	g.pending.Store(false)
+	g.mu.Lock()
+	incoming, requests := g.incoming, g.requests
+	g.incoming, g.requests = nil, nil
+	g.mu.Unlock()
+	for _, f := range requests {
+		f()
+	}
+	for _, t := range incoming {
+		th.live = append(th.live, t)
+		if t.write {
+			th.writers++
+		}
+		switch {
+		case th.closed:
+			th.giveUp(t, ErrClosed)
+		case g.alive.Load() == 0 && !t.zeroing:
+			th.giveUp(t, fmt.Errorf("%w: %w", ErrDead, errNoLane))
+		case t.after != nil && !th.dead:
+			th.held = append(th.held, t)
+		default:
+			th.admit(t)
+		}
+	}
+	return len(incoming)+len(requests) > 0
+}
+
+// admit lets a batch begin.
+func (th *ioThread) admit(t *gpuTicket) {
+	switch {
+	case t.zeroing:
+		t.next = len(t.chunks)
+		for i := range t.chunks {
+			t.chunks[i].failed = true
+			th.list(&t.chunks[i])
+		}
+	case t.write:
+		th.writes = append(th.writes, t)
+	default:
+		th.reads = append(th.reads, t)
+	}
+}
+
+// release admits batches whose event has come. No kernel and no stream waits for it, since a stream that waits would hold
+// others. The first of each direction is asked for: engines' events come in the order of their batches, mostly.
+func (th *ioThread) release(int64) (moved bool, err error) {
+	var asked [2]bool
+	for i := 0; i < len(th.held); {
+		t := th.held[i]
+		direction := 0
+		if t.write {
+			direction = 1
+		}
+		if asked[direction] {
+			i++
+			continue
+		}
+		done, err := t.after.Query()
+		if err != nil {
+			return moved, fmt.Errorf("the event that a batch waits for: %w", err)
+		}
+		if !done {
+			asked[direction] = true
+			i++
+			continue
+		}
+		moved = true
+		th.held = append(th.held[:i], th.held[i+1:]...)
+		th.admit(t)
+	}
+	return moved, nil
+}
+
+// rebuild has a chunk built again, before those that never were.
+func (th *ioThread) rebuild(c *gpuChunk) {
+	t := c.t
+	t.again = slices.Insert(t.again, 0, c)
+	queue := &th.reads
+	if t.write {
+		queue = &th.writes
+	}
+	if !slices.Contains(*queue, t) {
+		*queue = slices.Insert(*queue, 0, t)
+	}
+}
+
+// unqueue takes a batch out of those that have chunks to be built.
+func (th *ioThread) unqueue(t *gpuTicket) {
+	for _, queue := range []*[]*gpuTicket{&th.reads, &th.writes, &th.held} {
+		if i := slices.Index(*queue, t); i >= 0 {
+			*queue = slices.Delete(*queue, i, i+1)
+		}
+	}
+}
+
+// giveUp ends a batch with an error: what is built but not rung is taken back, what is rung is quiesced, and what has
+// arrived is let through.
+func (th *ioThread) giveUp(t *gpuTicket, err error) {
+	if t.over != nil {
+		return
+	}
+	t.over = err
+	th.unqueue(t)
+	th.failRest(t, err)
+	for _, l := range th.g.lanes {
+		if slices.ContainsFunc(l.ahead, func(c *gpuChunk) bool { return c.t == t }) {
+			l.rewinds = true
+		}
+		if l.state == laneRung && l.active.t == t && th.g.broken.Load() == nil && !l.arrived() {
+			l.fail(err)
+		}
+	}
+}
+
+func (th *ioThread) giveUpAll(err error) {
+	for _, t := range slices.Clone(th.live) {
+		th.giveUp(t, err)
+	}
+}
+
+// failRest fails the chunks that are in no lane.
+func (th *ioThread) failRest(t *gpuTicket, err error) {
+	if t.zeroing {
+		if t.next == 0 {
+			th.admit(t)
+		}
+		return
+	}
+	again := t.again
+	first := t.next
+	t.again, t.next = nil, len(t.chunks)
+	for _, c := range again {
+		th.g.failChunk(c, err)
+	}
+	for i := first; i < len(t.chunks); i++ {
+		th.g.failChunk(&t.chunks[i], err)
+	}
+}
+
+// failQueued fails what is in no lane, since none is left.
+func (th *ioThread) failQueued(err error) {
+	for _, t := range slices.Concat(th.reads, th.writes, th.held) {
+		th.giveUp(t, err)
+	}
+}
+
+// end tells that a batch is complete.
+func (th *ioThread) end(t *gpuTicket) {
+	g := th.g
+	th.live = slices.DeleteFunc(th.live, func(x *gpuTicket) bool { return x == t })
+	if t.write {
+		th.writers--
+	}
+	g.mu.Lock()
+	g.live = slices.DeleteFunc(g.live, func(x *gpuTicket) bool { return x == t })
+	g.mu.Unlock()
+	t.finish(nil)
+}
+
+// finish ends all waits for a batch, once.
+func (t *gpuTicket) finish(hung error) {
+	if !t.ended.CompareAndSwap(false, true) {
+		return
+	}
+	t.hung = hung
+	if t.told.CompareAndSwap(false, true) {
+		close(t.enqueued)
+	}
+	close(t.done)
+}
+
+// check looks for what takes too long.
+func (th *ioThread) check(now int64) error {
+	g := th.g
+	for _, l := range g.lanes {
+		if l.state == laneRung && now > l.deadline && !l.arrived() {
+			g.stats.timeouts.Add(uint64(l.active.count))
+			l.fail(ErrTimeout)
+		}
+	}
+	for _, t := range slices.Clone(th.live) {
+		if since := t.waiting.Load(); since != 0 && now-since > int64(g.config.Deadline) && t.over == nil {
+			th.giveUp(t, ErrTimeout)
+		}
+	}
+	if th.flying == 0 || now-th.queried < queryNanos {
+		return nil
+	}
+	th.queried = now
+	// A kernel that failed never counts its word up.
+	if _, err := g.device.harvestS.Query(); err != nil {
+		return err
+	}
+	for i := range th.launches {
+		if l := &th.launches[i]; l.kind != launchFree && now-l.since > g.kernelBound() {
+			return fmt.Errorf("%w: a kernel did not end", errStuck)
+		}
+	}
+	return nil
+}
+
+// fatal gives the GPU up: its context is of no use any more. Lanes are quiesced, everything ends with ErrDead, and host
+// memory is zeroed by the host.
+func (th *ioThread) fatal(err error) {
+	if th.dead {
+		return
+	}
+	g := th.g
+	th.dead = true
+	err = fmt.Errorf("%w: %w", ErrDead, err)
+	for _, l := range g.lanes {
+		l.building, l.unbuilt, l.pieces = false, 0, 0
+		if l.state == laneRung {
+			l.fail(err)
+		}
+	}
+	g.in.count, g.out.count = 0, 0
+	g.breakWith(err)
+	// What waited for kernels is over: nobody knows how far they came.
+	flying := th.launches
+	for i := range th.launches {
+		th.launches[i].kind, th.launches[i].t = launchFree, nil
+	}
+	th.flying, th.harvests, th.listed = 0, 0, nil
+	for i := range flying {
+		x := &flying[i]
+		switch x.kind {
+		case launchHarvest, launchGather:
+			th.lost(x.t, x.from, x.to, err)
+		}
+	}
+	for _, t := range slices.Clone(th.live) {
+		th.lost(t, t.launched, t.listed, err)
+		t.launched = t.listed
+	}
+	th.poll.lost(err)
+}
+
+// lost ends chunks whose kernel will never be done.
+func (th *ioThread) lost(t *gpuTicket, from, to int, err error) {
+	for i := from; i < to; i++ {
+		c := &t.chunks[t.chunks[i].nth]
+		if t.write {
+			c.gathered = gatherDone
+			if !c.late {
+				continue // its lane fails it
+			}
+		}
+		for k := int(c.first); k < int(c.first+c.count); k++ {
+			t.fail(k, err)
+		}
+		if !t.write {
+			th.zeroOnHost(c)
+		}
+		th.settle(t, 1)
+	}
+}
+
+// noteClose keeps what Close is to report.
+func (th *ioThread) noteClose(err error) {
+	if th.closed {
+		th.closeErrors = append(th.closeErrors, err)
+	}
+}
+
+// watch ends all waits when the I/O thread, or a call of the control thread, hangs in the driver. It calls nothing of
+// CUDA.
+func (g *GPU) watch() {
+	tick := time.NewTicker(watchEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-g.ended:
+			return
+		case <-tick.C:
+		}
+		now := g.now()
+		call := g.control.since.Load()
+		late := !g.asleep.Load() && now-g.beat.Load() > g.kernelBound()
+		if late || call != 0 && now-call > g.kernelBound() {
+			g.giveUpGPU()
+			return
+		}
+	}
+}
+
+const watchEvery = 250 * time.Millisecond
+
+// giveUpGPU quiesces all lanes and ends all waits. What batches have in memory is never given back.
+func (g *GPU) giveUpGPU() {
+	err := fmt.Errorf("%w: %w", ErrDead, errStuck)
+	g.broken.CompareAndSwap(nil, &err)
+	for l := range g.config.Lanes {
+		_ = g.quiesce(l)
+	}
+	close(g.stuck)
+	g.mu.Lock()
+	live := g.live
+	g.live = nil
+	g.mu.Unlock()
+	for _, t := range live {
+		t.finish(err)
+	}
+}
