@@ -5,6 +5,7 @@ GO      ?= go
 PREFIX  ?= /usr/local
 DESTDIR ?=
 FUZZTIME ?= 10s
+FLIPS   ?= 100000
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo devel)
 # No cgo: the binary opens libcuda at run time, by way of the system's libc. Only the race detector needs a C compiler.
 RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
@@ -50,6 +51,11 @@ test: check ptx-check build
 
 fuzz:
 	@scripts/fuzz.sh $(GO) $(FUZZTIME)
+
+# How many images were spoilt, and what became of them, is in the last lines.
+flips:
+	TUTTIFS_LONG=1 TUTTIFS_FLIPS=$(FLIPS) $(GO) test -count=1 -timeout 4h -v \
+		-run '^(TestFlips|TestRepairCut|TestTakingInIsCut)$$' ./extentmap/check | grep -v '^    --- PASS\|=== '
 
 bench: build
 	@scripts/need-tools.sh fio:fio

@@ -25,7 +25,7 @@ func (c *checker) adopt(bare []bareDrive) error {
 		b := &bare[i]
 		if known == nil && c.anyMissing() {
 			var err error
-			if known, err = c.probe(); err != nil {
+			if known, err = c.probe(bare); err != nil {
 				return err
 			}
 			defer known.release()
@@ -53,13 +53,20 @@ func (c *checker) anyMissing() bool {
 	return false
 }
 
-// probe checks the volume silently up to its rows, as it is without the drives that have no label.
-func (c *checker) probe() (*checker, error) {
+// probe checks the volume silently up to its rows, as it is without the drives that have no label. If all metadata
+// drives are among those, whichever of them may be in whichever place: their blocks of that role are the same.
+func (c *checker) probe(bare []bareDrive) (*checker, error) {
 	k := newChecker(c.ctx, Options{Trust: c.o.Trust})
 	k.label, k.tag, k.members = c.label, c.tag, c.members
 	for i, m := range c.members {
 		if m != nil {
 			k.members[i] = &member{Drive: m.Drive, label: m.label, behind: m.behind}
+		}
+	}
+	for i := range c.label.Members {
+		if len(bare) > 0 && len(c.metadata()) == 0 && c.label.Metadata>>i&1 != 0 {
+			k.members[i] = &member{Drive: bare[0].Drive, label: c.labelOf(bare[0].Drive, uint16(i))}
+			bare = bare[1:]
 		}
 	}
 	for _, pass := range []func() error{k.checkSuperblocks, k.checkCatalog, k.checkJournal} {
