@@ -13,7 +13,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test check ptx ptx-check fuzz bench install install-lib uninstall clean
+.PHONY: build static lib demo test check ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)

@@ -116,7 +116,7 @@ func TestHalvesMountedAlone(t *testing.T) {
 			refused(t, images, check.Options{Repair: yes}, "has another history")
 			_, list, err := run(t, maptest.FromImages(images).Drives(), check.Options{})
 			require.NoError(t, err)
-			require.Contains(t, list.of(check.Error)[0].String(), "begun twice")
+			require.Contains(t, list.of(check.Error)[0].String(), "halves have diverged")
 			require.Contains(t, list.of(check.Error)[0].String(), "--trust")
 			for i, trusted := range []string{"mem0", "mem2"} {
 				result, _, is := repaired(t, maptest.FromImages(images),

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math/bits"
+	"slices"
 
 	"tuttifs/drive"
 	"tuttifs/extentmap/ondisk"
@@ -45,19 +46,36 @@ func (c *checker) checkLabels(drives []drive.Drive) error {
 	if err := c.adopt(bare); err != nil {
 		return err
 	}
-	for i := range c.label.Members {
-		if s := &c.label.Members[i]; s.State == ondisk.DriveActive && c.members[i] == nil {
-			c.volume(errorf("label", "attach the drive, or name its path", "drive %d (%s, %d bytes) is missing", i,
-				formatUUID(s.UUID), s.Units*ondisk.BlockBytes))
-			c.must(false, fmt.Sprintf("drive %d is missing: a repair without it would leave it behind", i))
-		}
-	}
+	c.checkMissing()
 	if !c.label.Clean {
 		c.volume(notef("label", "",
 			"the volume was not unmounted, or is mounted now: its journal is checked as well").
 			safe("the journal is brought into the record tables, and the volume is clean"))
 	}
 	return nil
+}
+
+// checkMissing names the members that are not there. A volume that went on without one leaves it behind no further by a
+// repair; else that would be the first to.
+func (c *checker) checkMissing() {
+	behind := slices.ContainsFunc(c.members[:], func(m *member) bool { return m != nil && m.behind })
+	for i := range c.label.Members {
+		s := &c.label.Members[i]
+		if s.State != ondisk.DriveActive || c.members[i] != nil {
+			continue
+		}
+		what := fmt.Sprintf("drive %d (%s, %d bytes) is missing", i, formatUUID(s.UUID), s.Units*ondisk.BlockBytes)
+		obstacle := fmt.Sprintf("drive %d is missing: a repair without it would leave it behind", i)
+		if left := c.label.Holders>>i&1 == 0; left && !behind {
+			c.volume(warningf("label", "attach the drive, or forget it",
+				"%s, and the volume went on without it in epoch %d", what, c.label.Epoch))
+			continue
+		} else if left {
+			obstacle = fmt.Sprintf("drive %d is missing, and may know more than one that is there and behind", i)
+		}
+		c.volume(errorf("label", "attach the drive, or name its path", "%s", what))
+		c.must(false, obstacle)
+	}
 }
 
 // chooseLabel finds the label that the volume goes by: the newest, or that of the drive to trust.

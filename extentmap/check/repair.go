@@ -207,6 +207,9 @@ func (k copies) turn(number int) (written, second bool) {
 func (w *repairer) writeCopy(r *row, number int, second bool, buffer []byte, touched map[*member]bool) error {
 	at := r.Tables[number]
 	m := w.member(at.Drive())
+	if m == nil { // missing, or a copy that has no place
+		return nil
+	}
 	now := func(block int) bool {
 		written, later := r.writes[block].turn(number)
 		return written && later == second

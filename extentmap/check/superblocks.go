@@ -155,7 +155,8 @@ func (c *checker) checkEpochs() {
 		switch {
 		case m.stale:
 			c.at(m, 0, warningf("label", "the next mount takes it in again",
-				"it was last in use in epoch %d, the volume went on without it in epoch %d", l.Epoch, c.label.Epoch))
+				"it was last in use in epoch %d, the volume went on without it in epoch %d", l.Epoch, c.label.Epoch).
+				safe(fixBehind))
 			continue
 		case m.behind:
 			p = errorf("label", "", "it contradicts %s, which is to be trusted: epoch %d, and %d there", c.o.Trust,

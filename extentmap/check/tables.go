@@ -155,7 +155,7 @@ func (c *checker) compareBlocks(r *row, block uint32, both *[2]tableCopy) {
 			ondisk.RecordsPerBlock).ask(fixEmpty)) {
 			r.writes[block] = 0
 		}
-	case second > first:
+	case second > first, first == copyOld && second == copyOld && both[1].sequences[block] > both[0].sequences[block]:
 		copy(a, b)
 	case first == copyRead && second == copyRead && !r.sameRecords(block, a, b):
 		c.differing(r, block, both)
