@@ -53,9 +53,11 @@ func cString(p unsafe.Pointer) string {
 	return string(unsafe.Slice((*byte)(p), n))
 }
 
-var versionPattern = regexp.MustCompile(`(?m)^\.version \d+\.\d+$`)
+// directives are what every PTX begins with.
+var directives = regexp.MustCompile(`(?m)^\.version \d+\.\d+\n\.target sm_\d+\n\.address_size 64$`)
 
-// moduleLoad takes what has a version for PTX, and writes to the log, the first of the options, what else it is given.
+// moduleLoad takes what begins with PTX's directives for PTX. Of other images it complains in the log, the first of the
+// options.
 func (f *Fake) moduleLoad(h *uintptr, image unsafe.Pointer, n uint32, options *int32,
 	values unsafe.Pointer) cuda.Result {
 	c, r := f.enterBound("ModuleLoadDataEx")
@@ -64,8 +66,8 @@ func (f *Fake) moduleLoad(h *uintptr, image unsafe.Pointer, n uint32, options *i
 		return r
 	}
 	ptx := cString(image)
-	if !versionPattern.MatchString(ptx) {
-		const log = "cudatest: the image has no .version"
+	if !directives.MatchString(ptx) {
+		const log = "cudatest: the image does not begin with .version, .target and .address_size"
 		if o := unsafe.Slice(options, n); n == 2 && o[0] == 5 && o[1] == 6 {
 			v := (*struct {
 				log *byte
