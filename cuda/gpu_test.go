@@ -21,8 +21,8 @@ import (
 	"tuttifs/cuda/cudatest"
 )
 
-// The driver's behaviour that the rings rely on. Every test runs on the fake driver, and on a GPU where there is one, so
-// that the fake is known to be like the GPU.
+// The driver's behaviour that the rings rely on. Every test runs on the fake driver, and on a GPU where there is one,
+// so that the fake is known to be like the GPU.
 
 //go:embed testdata/add.ptx
 var addPTX []byte
@@ -39,16 +39,15 @@ type addParams struct {
 func word(address uint64) *uint32 { return *(**uint32)(unsafe.Pointer(&address)) }
 
 func fakeKernels() map[string]cudatest.Kernel {
-	return map[string]cudatest.Kernel{
-		"nop":         func(uint32, uint32, unsafe.Pointer) {},
-		"tuttifs_nop": func(uint32, uint32, unsafe.Pointer) {},
-		"add": func(_, _ uint32, p unsafe.Pointer) {
-			a := (*addParams)(p)
-			for i := range a.count {
-				atomic.AddUint32(word(a.words+4*i), a.n)
-			}
-		},
+	all := cudatest.Kernels()
+	all["nop"] = func(uint32, uint32, unsafe.Pointer) {}
+	all["add"] = func(_, _ uint32, p unsafe.Pointer) {
+		a := (*addParams)(p)
+		for i := range a.count {
+			atomic.AddUint32(word(a.words+4*i), a.n)
+		}
 	}
+	return all
 }
 
 // machine is a bound context and kernel add.
@@ -56,7 +55,9 @@ type machine struct {
 	*cuda.Context
 	t    *testing.T
 	fake *cudatest.Fake // nil on a GPU
-	add  *cuda.Function
+
+	module *cuda.Module
+	add    *cuda.Function
 }
 
 // everywhere runs a test on the fake driver and on the first GPU.
@@ -93,7 +94,7 @@ func start(t *testing.T, d *cuda.Driver, f *cudatest.Fake) *machine {
 		require.NoError(t, c.Close())
 		runtime.UnlockOSThread()
 	})
-	return &machine{c, t, f, add}
+	return &machine{c, t, f, module, add}
 }
 
 func (m *machine) stream() *cuda.Stream {
@@ -249,6 +250,9 @@ func TestLaunchesAndEvents(t *testing.T) {
 		took, err := to.Elapsed(from)
 		require.NoError(t, err)
 		require.GreaterOrEqual(t, took, float32(0))
+		nop, err := m.module.Function("nop")
+		require.NoError(t, err)
+		require.NoError(t, s.Launch(nop, 1, 1, 0, nil))
 		require.NoError(t, m.Synchronize())
 	})
 }
@@ -258,12 +262,31 @@ func TestModules(t *testing.T) {
 		ring, err := m.LoadModule(cuda.RingPTX)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, ring.Close()) }()
-		nop, err := ring.Function("tuttifs_nop")
+		register, err := ring.Function("tuttifs_register")
 		require.NoError(t, err)
-		require.Equal(t, "tuttifs_nop", nop.Name())
+		require.Equal(t, "tuttifs_register", register.Name())
+		const blocks = 5
+		runs := []cuda.StridedRun{{Base: 1 << 20, Stride: 1 << 16, Bytes: 4096}, {Base: 1 << 30, Stride: 512, Bytes: 512}}
+		in, table, out := m.pinned(4096), m.memory(4096), m.pinned(4096)
+		copy(unsafe.Slice((*cuda.StridedRun)(address(in)), len(runs)), runs)
 		s := m.stream()
-		require.NoError(t, s.Launch(nop, 1, 1, 0, nil))
+		p := &cuda.RegisterParams{Strided: uint64(in.GPU), Table: uint64(table), IO: 7, Blocks: blocks, Classes: 1, Runs: 2}
+		require.NoError(t, s.Launch(register, 2, 32, 0, unsafe.Pointer(p)))
+		require.NoError(t, s.CopyDtoH(address(out), table, 4096))
 		require.NoError(t, s.Synchronize())
+		var want []cuda.KernelRun
+		for b := range uint64(blocks) {
+			for _, r := range runs {
+				want = append(want, cuda.KernelRun{Address: r.Base + b*r.Stride + 7, Bytes: r.Bytes})
+			}
+		}
+		require.Equal(t, want, unsafe.Slice((*cuda.KernelRun)(address(out)), len(want)))
+
+		for _, ptx := range [][]byte{cuda.RingPTX, cuda.BenchPTX} { // each as often as anybody likes
+			again, err := m.LoadModule(ptx)
+			require.NoError(t, err)
+			require.NoError(t, again.Close())
+		}
 
 		_, err = ring.Function("tuttifs_nothing")
 		require.ErrorIs(t, err, cuda.ErrNotFound)

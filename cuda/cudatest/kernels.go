@@ -14,7 +14,6 @@ import (
 // Kernels are the kernels by name. A kernel returns when its grid would be done.
 func Kernels() map[string]func(grid, block uint32, params unsafe.Pointer) {
 	return map[string]func(grid, block uint32, params unsafe.Pointer){
-		"tuttifs_nop":      func(uint32, uint32, unsafe.Pointer) {},
 		"tuttifs_build":    func(_, _ uint32, p unsafe.Pointer) { build((*cuda.BuildParams)(p)) },
 		"tuttifs_harvest":  func(grid, _ uint32, p unsafe.Pointer) { move((*cuda.HarvestParams)(p), grid, false) },
 		"tuttifs_gather":   func(grid, _ uint32, p unsafe.Pointer) { move((*cuda.GatherParams)(p), grid, true) },
