@@ -3,6 +3,7 @@ package cudatest
 import (
 	"encoding/binary"
 	"sync/atomic"
+	"unsafe"
 
 	"tuttifs/checksum"
 	"tuttifs/cuda"
@@ -25,21 +26,25 @@ func (s summer) sum(i uint32, object uint16, payload []byte) (sum uint64, place 
 	return checksum.Sum(seed, uint16(s.p.Rank), object, payload), place
 }
 
-// scatter copies a payload to the runs.
+// scatter copies a payload to the runs, which may be registered memory of Go's.
 func (m *memory) scatter(payload []byte) {
 	for _, r := range m.runs {
-		n := copy(bytesAt(r.address, min(r.bytes, uint32(len(payload)))), payload)
+		n := min(uint64(r.bytes), uint64(len(payload)))
+		moveBytes(pointer(r.address), unsafe.Pointer(unsafe.SliceData(payload)), n)
 		payload = payload[n:]
 	}
 }
 
 // gather copies n bytes from the runs.
 func (m *memory) gather(n uint32) []byte {
-	payload := make([]byte, 0, n)
+	payload := make([]byte, n)
+	rest := payload
 	for _, r := range m.runs {
-		payload = append(payload, bytesAt(r.address, min(r.bytes, n-uint32(len(payload))))...)
+		n := min(uint64(r.bytes), uint64(len(rest)))
+		moveBytes(unsafe.Pointer(unsafe.SliceData(rest)), pointer(r.address), n)
+		rest = rest[n:]
 	}
-	return payload
+	return payload[:len(payload)-len(rest)]
 }
 
 // zero clears the runs of a payload of n bytes.

@@ -262,14 +262,14 @@ func (f *Fake) place(function string, address, n uint64, host, dev bool) bool {
 // apart.
 //
 //go:norace
-func moveBytes(dst, src, n uint64) {
+func moveBytes(dst, src unsafe.Pointer, n uint64) {
 	const block = 4096
 	i := uint64(0)
 	for ; i+block <= n; i += block {
-		*(*[block]byte)(pointer(dst + i)) = *(*[block]byte)(pointer(src + i))
+		*(*[block]byte)(unsafe.Add(dst, i)) = *(*[block]byte)(unsafe.Add(src, i))
 	}
 	for ; i < n; i++ {
-		*(*byte)(pointer(dst + i)) = *(*byte)(pointer(src + i))
+		*(*byte)(unsafe.Add(dst, i)) = *(*byte)(unsafe.Add(src, i))
 	}
 }
 
@@ -296,7 +296,7 @@ func (f *Fake) copyAlive(function string, dst, src, n uint64) cuda.Result {
 	if !f.alive(function, dst, n) || !f.alive(function, src, n) {
 		return cuda.ErrIllegalAddress
 	}
-	moveBytes(dst, src, n)
+	moveBytes(pointer(dst), pointer(src), n)
 	return cuda.Success
 }
 
