@@ -129,7 +129,8 @@ func (u *gpuUser) move(t *testing.T, store bool, grants []engine.Grant, blocks [
 // TestGPU stores from scattered K and V of device memory, and restores to other blocks.
 func TestGPU(t *testing.T) {
 	mount := newMount(t)
-	u := newGPUUser(t, cudatest.Start(t, cudatest.Config{Kernels: cudatest.Kernels(), Jitter: 50 * time.Microsecond}), mount)
+	f := cudatest.Start(t, cudatest.Config{Kernels: cudatest.Kernels(), Jitter: 50 * time.Microsecond})
+	u := newGPUUser(t, f, mount)
 	random := rand.New(rand.NewPCG(1, 2))
 	for i := range u.bytes {
 		u.bytes[i] = byte(random.Uint32())

@@ -100,8 +100,8 @@ func TestC(t *testing.T) {
 	run(t, program, mount)
 }
 
-// requireLittleTLS: Go's thread-local memory is in the static block, and so is the library's then. What is loaded late has
-// some 1.5 KiB there, for all libraries together.
+// requireLittleTLS: Go's thread-local memory is in the static block, and so is the library's then. What is loaded late
+// has some 1.5 KiB there, for all libraries together.
 func requireLittleTLS(t *testing.T, library string) {
 	t.Helper()
 	f, err := elf.Open(library)

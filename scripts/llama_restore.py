@@ -29,6 +29,7 @@ import threading
 import time
 
 import torch
+import torch.nn.attention
 import torch.nn.functional as F
 
 import tuttifs_ctypes as tt
@@ -62,7 +63,7 @@ def arguments():
     a.layout = a.layout or ("blocks-first" if a.cpu else "kv-first")
     a.cached = [int(x) for x in a.cached.split(",")]
     a.modes = a.modes.split(",")
-    a.pollers = a.pollers or max(1, min(6, (os.cpu_count() or 1) // 2))
+    a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8))
     if a.cpu:
         a.modes = [m for m in a.modes if not m.startswith("dram")]
     if "hbm" not in a.modes or a.tokens % a.block or a.piece % a.block:
@@ -106,6 +107,7 @@ class Model:
         # The prompt's blocks lie scattered in the pool.
         self.table = torch.randperm(blocks, generator=torch.Generator().manual_seed(2))
         self.table_device = self.table.to(self.device)
+        self.attention = self.choose_attention()
         angle = torch.outer(torch.arange(a.tokens, dtype=torch.float64),
                             500000.0 ** -(torch.arange(0, self.head, 2, dtype=torch.float64) / self.head))
         self.cos, self.sin = (f(angle).to(self.device, self.dtype).unsqueeze(1) for f in (torch.cos, torch.sin))
@@ -124,13 +126,34 @@ class Model:
         blocks = self.table_device[:-(-end // self.block)]
         k, v = (self.pool[layer].select(self.kv_axis, i).index_select(0, blocks).flatten(0, 1)[:end] for i in (0, 1))
         q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-        if self.device.type == "cuda":
-            # Causal from the lower right, heads grouped: FlashAttention has both.
-            out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
-        else:
-            mask = torch.ones(q.shape[2], end, dtype=torch.bool).tril(end - q.shape[2])
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-        return out.squeeze(0).transpose(0, 1).flatten(1)
+        return self.attention(q, k, v).squeeze(0).transpose(0, 1).flatten(1)
+
+    def choose_attention(self):
+        """A kernel for grouped heads, causal from the lower right, that gives what the definition does."""
+        def plain(q, k, v):
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+        def flash(q, k, v):  # FlashAttention's causal is from the lower right, and it groups heads
+            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
+
+        def flash_repeated(q, k, v):
+            groups = self.heads // self.kv_heads
+            return flash(q, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1))
+
+        if self.device.type != "cuda":
+            return plain
+        q, k, v = (torch.randn(1, heads, tokens, self.head, device=self.device, dtype=self.dtype)
+                   for heads, tokens in ((self.heads, 128), (self.kv_heads, 320), (self.kv_heads, 320)))
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            wanted = plain(q, k, v)
+        for kernel in (flash, flash_repeated):
+            try:
+                if torch.allclose(kernel(q, k, v), wanted, atol=0.02, rtol=0.02):
+                    return kernel
+            except RuntimeError as e:
+                note(f"attention: {e}")
+        raise SystemExit("no attention kernel of this PyTorch gives the right result")
 
     def forward(self, tokens, begin, before=None):
         """Computes tokens at positions from begin on and writes their KV to the pool. before(layer) comes before the

@@ -12,6 +12,10 @@ class RamVolume:
 
     def __init__(self, tuttifs, where, drives, drive_bytes, pollers):
         self.tuttifs, self.pollers = os.path.abspath(tuttifs), pollers
+        needed, free = drives * drive_bytes, shutil.disk_usage(where).free
+        if needed > free:
+            raise SystemExit(f"{where} has {free >> 20} MiB free, {needed >> 20} are needed: another --where, or a "
+                             "smaller case")
         self.dir = tempfile.mkdtemp(prefix="tuttifs-", dir=where)
         self.mount = os.path.join(self.dir, "mnt")
         self.log = os.path.join(self.dir, "log")

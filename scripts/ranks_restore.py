@@ -304,7 +304,7 @@ def main():
         a.ranks = torch.cuda.device_count() if a.device == "cuda" else 2
     if a.ranks < 1:
         sys.exit("no GPU here: --device cpu --ranks 2 tries it without")
-    a.pollers = a.pollers or max(1, min(6, (os.cpu_count() or 1) // (2 * a.ranks)))
+    a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8 // a.ranks))
     object_bytes = 2 * BLOCK_TOKENS * HEADS * HEAD * 2
     volume_bytes = a.files * a.ranks * (a.layers * object_bytes + 8192)
     with RamVolume(a.tuttifs, a.where, a.drives, volume_bytes * 5 // 4 // a.drives + (64 << 20), a.pollers) as volume:
