@@ -891,6 +891,262 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_gather(const __
 	else moveChunks<true, false>(p, s);
 }
 
+// ---- Polling ----
+
+// A queue has at most WINDOW commands in flight. Commands count on; the one numbered c has slot c mod the window, which
+// is its cell, so that the oldest that is outstanding bounds how far the queue may go on. PENDING is the room for
+// IOCTXs that were found and not issued, and more than a search adds.
+#define WINDOW 1024
+#define PENDING 2048
+
+enum Slot : u32 { SlotFree, SlotOutstanding, SlotSeen };
+
+struct PollShared {
+	MoveShared move;
+	Ranks ranks;
+	u32 pending[PENDING];
+	u32 index[WINDOW]; // the IOCTX of the command in a slot
+	u32 slots[WINDOW];
+	u32 least;
+	u32 over;
+};
+
+// first is the first thread of the first n that has something, n if none has. All threads of the block call it.
+static __device__ u32 first(u32 *least, bool has, u32 n) {
+	__syncthreads();
+	if (threadIdx.x == 0) *least = n;
+	__syncthreads();
+	u32 ballot = __ballot_sync(ALL, has);
+	if (laneOf() == 0 && ballot) atomicMin(least, threadIdx.x + u32(__ffs(int(ballot))) - 1);
+	__syncthreads();
+	return *least;
+}
+
+// Poller is the state of a block and its queue: the same in all threads.
+struct Poller {
+	u32 drive, all;              // IOCTXs of the lane
+	u32 scanned, found, taken;   // of them: searched, found to be the block's, issued or refused
+	u32 issued, oldest, inflight; // commands: all, the first that is not done, those that are not
+	u32 window, room, turn;
+	bool bounced;
+	u64 cells, cellsIO;
+	Wire wire;
+	Queue q;
+};
+
+static __device__ Poller pollerOf(const PollParams &p) {
+	Poller b = {};
+	const u32 lane = blockIdx.x / p.drives;
+	b.drive = blockIdx.x % p.drives;
+	b.all = p.count > lane ? (p.count - lane + p.lanes - 1) / p.lanes : 0;
+	b.q = p.queues[blockIdx.x];
+	b.wire = Wire{p.prpBase, p.prpDMA, p.write != 0, p.sgl != 0};
+	b.bounced = p.cells != 0;
+	u32 fit = WINDOW;
+	if (b.bounced) {
+		u32 share = p.cellBytes / p.drives & ~(UnitBytes - 1);
+		fit = share / p.cellStride;
+		b.cells = p.cells[lane] + u64(b.drive) * share;
+		b.cellsIO = p.cellsIO[lane] + u64(b.drive) * share;
+		b.room = fit > 0 ? p.cellStride : 0;
+	}
+	b.window = min(min(fit, p.depth), min(b.q.mask, u32(WINDOW)));
+	if (b.window == 0) b.window = 1;
+	return b;
+}
+
+// ours says whether the block answers for an IOCTX; drive 0's does for those that lie nowhere.
+static __device__ __forceinline__ bool ours(const Poller &b, const Extent &e) {
+	return e.queue == int(b.drive) || (e.queue < 0 && b.drive == 0);
+}
+
+// laneIOCTX is the batch's number of the lane's m-th IOCTX.
+static __device__ __forceinline__ u32 laneIOCTX(const PollParams &p, u32 m) {
+	return blockIdx.x / p.drives + m * p.lanes;
+}
+
+// find searches until a tile is pending or all has been searched.
+static __device__ void find(const PollParams &p, PollShared &s, Poller &b) {
+	while (b.found - b.taken < TILE && b.scanned < b.all) {
+		u32 m = b.scanned + threadIdx.x, i = laneIOCTX(p, m);
+		bool has = m < b.all && ours(b, locate(p.tables, p.ioctxs[i]));
+		u32 total, r = rank(s.ranks, b.turn, has, total);
+		if (has) s.pending[(b.found + r) % PENDING] = i;
+		b.found += total;
+		b.scanned = min(b.all, b.scanned + blockDim.x);
+	}
+	__syncthreads();
+}
+
+// issue makes commands of what is pending, as far as slots are free, and rings. Targets of refused reads are zeroed.
+template <bool WRITE, bool SUMS>
+static __device__ void issue(const PollParams &p, PollShared &s, Poller &b, const Keys &keys) {
+	const u32 n = min(min(b.found - b.taken, b.window - (b.issued - b.oldest)), min(u32(TILE), blockDim.x));
+	if (n == 0) return;
+	const bool mine = threadIdx.x < n;
+	Outcome outcome = OutcomeOK;
+	u32 i = 0;
+	Ioctx ctx = {};
+	Extent e = {};
+	Pointer at = {};
+	if (mine) {
+		i = s.pending[(b.taken + threadIdx.x) % PENDING];
+		ctx = p.ioctxs[i];
+		e = locate(p.tables, ctx);
+		outcome = e.queue < 0 ? OutcomeUnmapped : check(p.tables, b.wire, ctx, e, b.bounced, b.room, at);
+		if (outcome != OutcomeOK) {
+			p.outcomes[i] = outcome;
+			p.statuses[i] = 0;
+		}
+	}
+	const bool command = mine && outcome == OutcomeOK;
+	u32 total, r = rank(s.ranks, b.turn, command, total);
+	const u32 slot = (b.issued + r) % b.window;
+	const u64 offset = u64(slot) * p.cellStride;
+	if (mine) {
+		Work &work = s.move.work[threadIdx.x];
+		work.state = Skip;
+		work.bytes = 0;
+		if (command == WRITE) {
+			resolve<WRITE, SUMS>(p.tables, p.sums, ctx, i, b.bounced ? b.cells + offset : 0, outcome, p.outcomes, work);
+		}
+	}
+	if (__syncthreads_or(mine && command == WRITE)) moveTile<WRITE, SUMS, true>(s.move, n, keys, p.outcomes);
+	if (command) {
+		if (b.bounced && !ctx.flags) at = contiguous(b.wire, b.cellsIO + offset, e.bytes);
+		put(b.q, b.q.tail + r, b.wire, ctx, e, u16(b.q.firstID + b.issued + r), at);
+		s.index[slot] = i;
+		s.slots[slot] = SlotOutstanding;
+	}
+	b.taken += n;
+	b.issued += total;
+	b.inflight += total;
+	b.q.tail = (b.q.tail + total) & b.q.mask;
+	__threadfence_system();
+	__syncthreads();
+	if (total > 0 && threadIdx.x == 0) storeRelease(reinterpret_cast<u32 *>(b.q.sqTail), b.q.tail);
+}
+
+// complete takes the completions that are in. It is false after one that nobody waits for.
+template <bool WRITE, bool SUMS>
+static __device__ bool complete(const PollParams &p, PollShared &s, Poller &b, const Keys &keys) {
+	const u32 n = min(min(b.inflight, u32(TILE)), blockDim.x);
+	u32 word = 0;
+	bool ready = false;
+	if (threadIdx.x < n) {
+		u32 place = b.q.head + threadIdx.x, phase = b.q.phase ^ u32(place > b.q.mask);
+		word = loadAcquire(reinterpret_cast<const u32 *>(b.q.cq + u64(place & b.q.mask) * 16 + 12));
+		ready = (word >> 16 & 1) == phase;
+	}
+	const u32 arrived = first(&s.least, threadIdx.x < n && !ready, n);
+	const bool mine = threadIdx.x < arrived;
+	u32 slot = 0;
+	bool bad = false;
+	if (mine) {
+		u32 since = u16(word - (b.q.firstID + b.oldest)); // the oldest
+		slot = (b.oldest + since) % b.window;
+		bad = since >= b.issued - b.oldest ||
+			atomicCAS(&s.slots[slot], u32(SlotOutstanding), u32(SlotSeen)) != SlotOutstanding;
+	}
+	if (__syncthreads_or(bad)) return false;
+	if (arrived == 0) return true;
+	b.q.head += arrived;
+	if (b.q.head > b.q.mask) {
+		b.q.head &= b.q.mask;
+		b.q.phase ^= 1;
+	}
+	if (threadIdx.x == 0) storeRelease(reinterpret_cast<u32 *>(b.q.cqHead), b.q.head);
+	if (mine) {
+		u32 i = s.index[slot], status = word >> 17;
+		Outcome outcome = status ? OutcomeFailed : OutcomeOK;
+		p.outcomes[i] = outcome;
+		p.statuses[i] = u16(status);
+		u64 cell = b.bounced ? b.cells + u64(slot) * p.cellStride : 0;
+		if (!WRITE) {
+			resolve<false, SUMS>(p.tables, p.sums, p.ioctxs[i], i, cell, outcome, p.outcomes, s.move.work[threadIdx.x]);
+		}
+	}
+	if (!WRITE) moveTile<false, SUMS, true>(s.move, arrived, keys, p.outcomes);
+	if (mine) s.slots[slot] = SlotFree;
+	b.inflight -= arrived;
+	for (u32 k = 1, done = k; done == k && b.oldest != b.issued; b.oldest += done) {
+		k = min(b.issued - b.oldest, blockDim.x);
+		bool busy = false;
+		__syncthreads();
+		if (threadIdx.x < k) busy = s.slots[(b.oldest + threadIdx.x) % b.window] != SlotFree;
+		done = first(&s.least, busy, k);
+	}
+	return true;
+}
+
+// leave gives what is outstanding one outcome, and what was never issued another.
+static __device__ void leave(const PollParams &p, PollShared &s, const Poller &b, Outcome outstanding, Outcome rest) {
+	__syncthreads();
+	for (u32 k = threadIdx.x; k < b.issued - b.oldest; k += blockDim.x) {
+		u32 slot = (b.oldest + k) % b.window;
+		if (s.slots[slot] == SlotFree) continue;
+		p.outcomes[s.index[slot]] = outstanding;
+		p.statuses[s.index[slot]] = 0;
+	}
+	for (u32 k = b.taken + threadIdx.x; k < b.found; k += blockDim.x) {
+		p.outcomes[s.pending[k % PENDING]] = rest;
+		p.statuses[s.pending[k % PENDING]] = 0;
+	}
+	for (u32 m = b.scanned + threadIdx.x; m < b.all; m += blockDim.x) {
+		u32 i = laneIOCTX(p, m);
+		if (!ours(b, locate(p.tables, p.ioctxs[i]))) continue;
+		p.outcomes[i] = rest;
+		p.statuses[i] = 0;
+	}
+}
+
+// STOPS is how many looks at the queue go by between two at the host's word.
+#define STOPS 16
+
+template <bool WRITE, bool SUMS> static __device__ void poll(const PollParams &p, PollShared &s) {
+	Poller b = pollerOf(p);
+	const Keys keys = SUMS ? keysOf(laneOf()) : Keys{};
+	const u64 begin = nanoseconds();
+	for (u32 i = threadIdx.x; i < WINDOW; i += blockDim.x) s.slots[i] = SlotFree;
+	if (threadIdx.x == 0) s.over = 0;
+	__syncthreads();
+	bool bad = false, over = false;
+	for (u32 round = 0; b.inflight > 0 || b.taken < b.found || b.scanned < b.all; round++) {
+		if (threadIdx.x == 0) {
+			bool stop = p.stop && round % STOPS == 0 && loadAcquire(p.stop) != 0;
+			if (stop || nanoseconds() - begin > p.deadline) s.over = 1;
+		}
+		find(p, s, b);
+		over = s.over;
+		if (over) break;
+		issue<WRITE, SUMS>(p, s, b, keys);
+		bad = !complete<WRITE, SUMS>(p, s, b, keys);
+		if (bad) break;
+	}
+	if (bad) leave(p, s, b, OutcomeProtocol, OutcomePending);
+	else if (over) leave(p, s, b, OutcomeTimeout, OutcomeTimeout);
+	if (threadIdx.x == 0) {
+		const u32 *next = reinterpret_cast<const u32 *>(b.q.cq + u64(b.q.head) * 16 + 12);
+		if (bad || b.inflight > 0 || (loadAcquire(next) >> 16 & 1) == b.q.phase) b.q.phase = PhaseBad;
+		Queue &q = p.queues[blockIdx.x];
+		q.tail = b.q.tail;
+		q.head = b.q.head;
+		q.phase = b.q.phase;
+		q.firstID = (b.q.firstID + b.issued) & 0xffff;
+	}
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_poll(const __grid_constant__ PollParams p) {
+	__shared__ PollShared s;
+	if (blockIdx.x < p.lanes * p.drives) {
+		if (p.write && p.sums.seeds) poll<true, true>(p, s);
+		else if (p.write) poll<true, false>(p, s);
+		else if (p.sums.seeds) poll<false, true>(p, s);
+		else poll<false, false>(p, s);
+	}
+	finish(p.done);
+}
+
 // ---- Registration ----
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_register(const __grid_constant__ RegisterParams p) {

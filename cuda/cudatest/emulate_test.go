@@ -193,7 +193,7 @@ func (w *world) registerParams() *cuda.RegisterParams {
 }
 
 func TestEmulatedKernels(t *testing.T) {
-	rounds := 12
+	rounds := 8
 	if testing.Short() {
 		rounds = 3
 	}

@@ -18,6 +18,7 @@ func Kernels() map[string]func(grid, block uint32, params unsafe.Pointer) {
 		"tuttifs_harvest":  func(grid, _ uint32, p unsafe.Pointer) { move((*cuda.HarvestParams)(p), grid, false) },
 		"tuttifs_gather":   func(grid, _ uint32, p unsafe.Pointer) { move((*cuda.GatherParams)(p), grid, true) },
 		"tuttifs_register": func(_, _ uint32, p unsafe.Pointer) { register((*cuda.RegisterParams)(p)) },
+		"tuttifs_poll":     func(_, _ uint32, p unsafe.Pointer) { poll((*cuda.PollParams)(p)) },
 	}
 }
 

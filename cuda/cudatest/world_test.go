@@ -170,7 +170,7 @@ func (w *world) makeRegions() {
 		f.base = w.alloc(f.bytes, pageBytes)
 		number := 5 + i
 		w.regions[number] = cuda.KernelRegion{
-			Base: f.base, Limit: f.bytes, IO: w.prpDMA - f.base, Kind: cuda.RegionFlat, Generation: uint8(40 + i),
+			Base: f.base, Limit: f.bytes, IO: w.prpDMA - w.flat[0].base, Kind: cuda.RegionFlat, Generation: uint8(40 + i),
 			Direct: uint8(w.random.IntN(2)), Padded: uint8(w.random.IntN(2)),
 		}
 		f.id = uint64(40+i)<<(offsetBits+regionBits) | uint64(number)<<offsetBits

@@ -101,7 +101,10 @@ template <class T> T atomicMin(T *p, T v) {
 	if (v < old) *p = v;
 	return old;
 }
-template <class T> T atomicExch(T *p, T v) { return __atomic_exchange_n(p, v, __ATOMIC_SEQ_CST); }
+template <class T> T atomicCAS(T *p, T old, T v) {
+	__atomic_compare_exchange_n(p, &old, v, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+	return old;
+}
 
 template <class T> T __ldcs(const T *p) {
 	emulate::misaligned(p, sizeof(T));
