@@ -27,6 +27,7 @@ type benchGPUOptions struct {
 	staging sizeFlag
 	bounce  sizeFlag
 	dir     string
+	output  string
 
 	open  func() (*cuda.Driver, error)
 	scale gpuScale
@@ -41,9 +42,13 @@ type gpuScale struct {
 	others      time.Duration // likewise for other ways
 	pairs       int           // at least
 	layers      int           // of the model; each has --layer bytes
+	objects     []int         // sizes where three of them would only take longer
+	sizes       bool          // all sizes of staging and bounce memory
 	gemm        int           // rows and columns
 	tokens      int           // new ones of the attention
 	cached      int
+	heads       int // of a model like Llama 3 8B
+	kvHeads     int
 	steps       int // of decoding, each time
 	stepRows    int // of a step's matrix
 	commands    int // of a batch without bytes
@@ -60,7 +65,7 @@ func newBenchGPU() *command {
 	f.StringSliceVar(&o.only, "only", nil, "`PARTS` to run, separated by commas (default: all that apply)")
 	f.IntVar(&o.device, "device", 0, "the first GPU")
 	f.IntVar(&o.gpus, "gpus", 1, "GPUs for the part gpus")
-	f.IntVar(&o.pollers, "pollers", 0, "threads that serve the drives of a GPU (default: by cores, at most 10)")
+	f.IntVar(&o.pollers, "pollers", 0, "threads that serve the drives of a GPU (default: by cores, at most 8)")
 	f.IntVar(&o.lanes, "lanes", 8, "lanes of the ring")
 	f.IntVar(&o.runs, "runs", 2, "runs of an object in the pool: 1, or 2 (K and V apart)")
 	f.Var(&o.layer, "layer", "bytes of a layer")
@@ -68,6 +73,7 @@ func newBenchGPU() *command {
 	f.Var(&o.bounce, "bounce", "memory of the bounce cells")
 	f.StringVar(&o.dir, "dir", "", "directory `DIR` on ext4 for cuFile's file (default: that of the system)")
 	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
+	f.StringVarP(&o.output, "output", "o", "", "write the figures to `FILE` as JSON as well, after each part")
 	f.BoolVar(&o.json, "json", false, "print the figures as JSON")
 	return &command{
 		name: "bench gpu", synopsis: "[FLAGS]", summary: "measure the ring on a GPU",
@@ -123,7 +129,7 @@ func gpuPartsHelp() string {
 // plan sets what depends on --quick.
 func (o *benchGPUOptions) plan() {
 	if o.pollers == 0 {
-		o.pollers = max(1, min(10, runtime.GOMAXPROCS(0)-4))
+		o.pollers = max(1, min(8, runtime.GOMAXPROCS(0)/o.gpus-4))
 	}
 	if o.scale.rounds != 0 {
 		return
@@ -131,15 +137,16 @@ func (o *benchGPUOptions) plan() {
 	o.scale = gpuScale{
 		rounds: 5, period: 400 * time.Millisecond, window: 100 * time.Millisecond,
 		ours: 9 * time.Second, others: 4 * time.Second, pairs: 6,
-		layers: 4, gemm: 8192, tokens: 4096, cached: 61440,
+		layers: 4, gemm: 8192, tokens: 4096, cached: 61440, heads: 32, kvHeads: 8,
 		steps: 3000, stepRows: 32768, commands: 65536, tensors: 1500000,
-		fileBytes: 256 << 20, memcpyBytes: 256 << 20,
+		objects: gpuObjects, sizes: true, fileBytes: 256 << 20, memcpyBytes: 256 << 20,
 	}
 	if o.quick {
 		s := &o.scale
 		s.rounds, s.period = 3, 200*time.Millisecond
 		s.ours, s.others, s.pairs = 3*time.Second, 1200*time.Millisecond, 3
 		s.steps, s.fileBytes = 1000, 64<<20
+		s.objects, s.sizes = gpuObjects[:1], false
 	}
 }
 
@@ -178,7 +185,7 @@ type gpuBench struct {
 	driver  *cuda.Driver
 	gpu     *gpuDevice
 	volume  *gpuVolume
-	scratch []byte // of a layer, for comparing
+	scratch *cuda.HostMemory // of a layer, for comparing
 	report  *gpuReport
 	last    *gpuImage // what the drives hold
 	salt    uint64    // of the last pattern in a pool
@@ -194,35 +201,46 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 	if err != nil {
 		return fmt.Errorf("bench gpu needs an NVIDIA GPU: %w", err)
 	}
-	b := &gpuBench{o: o, ctx: ctx, driver: driver}
-	defer func() { err = errors.Join(err, b.close()) }()
 	// CUDA's contexts are per thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
+	b := &gpuBench{o: o, ctx: ctx, driver: driver}
+	defer func() { err = errors.Join(err, b.close()) }()
 	if err := b.open(); err != nil {
 		return err
 	}
+	// A part that fails is reported, and the others have their turn.
+	var failed []error
 	for _, part := range gpuParts() {
 		if len(o.only) > 0 && !slices.Contains(o.only, part.name) ||
 			len(o.only) == 0 && part.name == "gpus" && o.gpus == 1 {
 			continue
 		}
-		if err := ctx.Err(); err != nil {
-			return err
-		}
 		begin := time.Now()
-		if err := part.run(b); err != nil {
-			return fmt.Errorf("%s: %w", part.name, err)
+		err := part.run(b)
+		if ctx.Err() != nil {
+			return ctx.Err()
 		}
-		b.report.Seconds = append(b.report.Seconds, gpuSeconds{part.name, time.Since(begin).Seconds()})
+		took := time.Since(begin).Seconds()
+		b.report.Seconds = append(b.report.Seconds, gpuSeconds{part.name, took})
+		if err != nil {
+			err = fmt.Errorf("%s: %w", part.name, err)
+			failed = append(failed, err)
+			b.report.Failures = append(b.report.Failures, err.Error())
+		}
 		if !o.json {
-			e.warnf("%s took %.1f s", part.name, time.Since(begin).Seconds())
+			e.warnf("%s took %.1f s", part.name, took)
+		}
+		if o.output != "" {
+			failed = append(failed, b.report.save(o.output))
 		}
 	}
 	if o.json {
-		return printJSON(e.stdout, b.report)
+		err = printJSON(e.stdout, b.report)
+	} else {
+		err = b.report.print(e)
 	}
-	return b.report.print(e)
+	return errors.Join(append(failed, err)...)
 }
 
 // open finds the GPU and makes the drives.
@@ -237,7 +255,9 @@ func (b *gpuBench) open() error {
 	if b.volume, err = newGPUVolume(b.o); err != nil {
 		return err
 	}
-	b.scratch = make([]byte, b.o.layer)
+	if b.scratch, err = b.gpu.context.AllocHost(int(b.o.layer), false); err != nil {
+		return err
+	}
 	b.report = &gpuReport{
 		OutputVersion: outputVersion, GPU: b.gpu.device.Name(), DriverVersion: b.driver.Version(),
 		Cores: runtime.GOMAXPROCS(0), Pollers: b.o.pollers, Lanes: b.o.lanes, Drives: gpuDrives, Runs: b.o.runs,
@@ -251,6 +271,9 @@ func (b *gpuBench) close() error {
 	var errs []error
 	if b.volume != nil {
 		b.volume.close()
+	}
+	if b.scratch != nil {
+		errs = append(errs, b.gpu.context.FreeHost(b.scratch))
 	}
 	if b.gpu != nil {
 		errs = append(errs, b.gpu.close())

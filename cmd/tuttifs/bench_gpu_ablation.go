@@ -43,12 +43,17 @@ func (b *gpuBench) changes() []gpuChange {
 		{name: "two lanes", setup: gpuSetup{lanes: 2}},
 	}
 	staging, bounce := int(b.o.staging), int(b.o.bounce)
-	for _, size := range []int{staging / 4, staging / 2, staging * 2} {
+	stagings := []int{staging / 4, staging / 2, staging * 2}
+	bounces := []int{bounce / 4, bounce / 2, bounce * 2, bounce * 4}
+	if !b.o.scale.sizes {
+		stagings, bounces = stagings[:1], bounces[3:]
+	}
+	for _, size := range stagings {
 		all = append(all, config("staging of "+humanBytes(uint64(size)), func(c *gio.GPUConfig) {
 			c.StagingBytes, c.HarvestBytes = size, min(gio.HarvestDefault, size/4)
 		}))
 	}
-	for _, size := range []int{bounce / 4, bounce / 2, bounce * 2, bounce * 4} {
+	for _, size := range bounces {
 		change := gpuChange{name: "bounce memory of " + humanBytes(uint64(size)), setup: gpuSetup{bounce: size}}
 		all = append(all, change)
 	}

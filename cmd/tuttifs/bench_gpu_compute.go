@@ -100,6 +100,9 @@ func (b *gpuBench) beside(way *gpuWay, w *gpuWork, undisturbed, disturbed *gpuTi
 		d, err := undisturbed.run(w, n)
 		return d.Seconds(), err
 	}
+	if _, err := alone(); err != nil { // clocks rise
+		return row, err
+	}
 	before, err := alone()
 	if err != nil {
 		return row, err

@@ -139,7 +139,7 @@ func (c *gpuCopies) poison() error {
 
 // check compares the pool with the drives. A plain copy has scattered nothing, so it is compared with the host's.
 func (c *gpuCopies) check(kind copyKind) error {
-	memory := c.b.scratch[:c.image.shape.layerBytes()]
+	memory := c.b.scratch.Bytes[:c.image.shape.layerBytes()]
 	if err := c.b.gpu.read(memory, c.pool); err != nil {
 		return err
 	}
@@ -182,7 +182,7 @@ type gpuOther struct {
 // others measures the same bytes by other ways.
 func (b *gpuBench) others() error {
 	ahead := true
-	for _, object := range gpuObjects {
+	for _, object := range b.o.scale.objects {
 		ring, err := b.ringAlone(object)
 		if err != nil {
 			return err

@@ -30,7 +30,7 @@ func (b *gpuBench) cuFile(object int) (row gpuOther, err error) {
 		return row, err
 	}
 	defer func() { err = errors.Join(err, f.Close(), os.Remove(f.Name())) }()
-	size := b.o.scale.fileBytes / object * object
+	size := min(b.o.scale.fileBytes, int(b.o.layer)) / object * object
 	memory := deviceMemory{gpu: b.gpu}
 	defer func() { err = errors.Join(err, memory.free()) }()
 	pool, err := memory.alloc(uint64(size))
@@ -63,7 +63,7 @@ func (b *gpuBench) cuFile(object int) (row gpuOther, err error) {
 		return row, err
 	}
 	row.Note = fmt.Sprintf("from %s, whose medium gives %.2f GB/s to plain direct reads", f.Name(), media)
-	got := make([]byte, size)
+	got := b.scratch.Bytes[:size]
 	if err := b.gpu.read(got, pool); err != nil {
 		return row, err
 	}

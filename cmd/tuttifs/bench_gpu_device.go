@@ -14,7 +14,6 @@ type gpuDevice struct {
 	context *cuda.Context
 	module  *cuda.Module
 	stream  *cuda.Stream
-	pinned  *cuda.HostMemory // on the way to the host
 
 	fill, step, attention, plain *cuda.Function
 }
@@ -48,15 +47,9 @@ func openGPUDevice(driver *cuda.Driver, ordinal int) (g *gpuDevice, err error) {
 			return g, err
 		}
 	}
-	if g.pinned, err = g.context.AllocHost(pinnedBytes, false); err != nil {
-		return g, err
-	}
 	g.stream, err = g.context.NewStream(0)
 	return g, err
 }
-
-// pinnedBytes go to the host at a time.
-const pinnedBytes = 32 << 20
 
 func (g *gpuDevice) close() error {
 	err := g.context.Bind()
@@ -65,9 +58,6 @@ func (g *gpuDevice) close() error {
 	}
 	if g.module != nil {
 		err = errors.Join(err, g.module.Close())
-	}
-	if g.pinned != nil {
-		err = errors.Join(err, g.context.FreeHost(g.pinned))
 	}
 	return errors.Join(err, g.context.Unbind(), g.context.Close())
 }
@@ -91,20 +81,12 @@ func (g *gpuDevice) set(p cuda.Pointer, v byte, n uint64) error {
 	return g.stream.Synchronize()
 }
 
-// read copies device memory to b.
-func (g *gpuDevice) read(b []byte, p cuda.Pointer) error {
-	for len(b) > 0 {
-		n := min(len(b), pinnedBytes)
-		if err := g.stream.CopyDtoH(unsafe.Pointer(&g.pinned.Bytes[0]), p, uint64(n)); err != nil {
-			return err
-		}
-		if err := g.stream.Synchronize(); err != nil {
-			return err
-		}
-		copy(b, g.pinned.Bytes[:n])
-		b, p = b[n:], p+cuda.Pointer(n)
+// read copies device memory to pinned memory.
+func (g *gpuDevice) read(pinned []byte, p cuda.Pointer) error {
+	if err := g.stream.CopyDtoH(unsafe.Pointer(&pinned[0]), p, uint64(len(pinned))); err != nil {
+		return err
 	}
-	return nil
+	return g.stream.Synchronize()
 }
 
 // deviceMemory is allocations that are given back together.

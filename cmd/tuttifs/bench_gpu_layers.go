@@ -240,7 +240,7 @@ type gpuSumsCost struct {
 // sums measures the same with checksums and without, in turns.
 func (b *gpuBench) sums() error {
 	worst := 0.0
-	for _, object := range gpuObjects {
+	for _, object := range b.o.scale.objects {
 		err := b.withRig(b.o.shape(object), gpuSetup{}, func(r *gpuRig) error {
 			for _, write := range []bool{false, true} {
 				if err := b.once(r, write, true); err != nil {
@@ -274,7 +274,7 @@ func (b *gpuBench) sums() error {
 
 // descriptors compares SGLs and PRPs.
 func (b *gpuBench) descriptors() error {
-	for _, object := range []int{64 << 10, 128 << 10} {
+	for _, object := range b.o.scale.objects {
 		for _, prp := range []bool{false, true} {
 			way := "SGL"
 			if prp {

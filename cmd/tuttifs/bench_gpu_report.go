@@ -1,8 +1,10 @@
 package main
 
 import (
+	"bytes"
 	"fmt"
 	"io"
+	"os"
 )
 
 // gpuReport is the command's document.
@@ -32,6 +34,7 @@ type gpuReport struct {
 	Bars          []gpuBar          `json:"bars"`
 	Seconds       []gpuSeconds      `json:"seconds"`
 	Notes         []string          `json:"notes,omitempty"`
+	Failures      []string          `json:"failures,omitempty"` // of parts
 }
 
 // gpuBar is a figure that was promised.
@@ -60,6 +63,15 @@ func (r *gpuReport) atMost(name string, got, wanted float64, unit string) {
 
 func (r *gpuReport) note(format string, args ...any) {
 	r.Notes = append(r.Notes, fmt.Sprintf(format, args...))
+}
+
+// save writes the document to a file.
+func (r *gpuReport) save(path string) error {
+	var b bytes.Buffer
+	if err := printJSON(&b, r); err != nil {
+		return err
+	}
+	return os.WriteFile(path, b.Bytes(), 0o644)
 }
 
 // print writes the tables of what was measured.
@@ -171,5 +183,5 @@ func (r *gpuReport) printBar(w io.Writer, i int) {
 		fmt.Fprintf(w, "  %s\t\t\t%s\n", bar.Name, met)
 		return
 	}
-	fmt.Fprintf(w, "  %s\t%.2f %s\t%s %g %s\t%s\n", bar.Name, bar.Got, bar.Unit, relation, bar.Wanted, bar.Unit, met)
+	fmt.Fprintf(w, "  %s\t%.2f %s\t%s %.4g %s\t%s\n", bar.Name, bar.Got, bar.Unit, relation, bar.Wanted, bar.Unit, met)
 }

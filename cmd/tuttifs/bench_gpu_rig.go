@@ -334,7 +334,7 @@ func (r *gpuRig) issue(write bool, layers gio.Layers, layer int) (finish func() 
 // verify compares the first layers of the pool with the drives.
 func (b *gpuBench) verify(r *gpuRig, layers int) error {
 	shape := &r.image.shape
-	memory := b.scratch[:shape.layerBytes()]
+	memory := b.scratch.Bytes[:shape.layerBytes()]
 	for layer := range layers {
 		if err := r.gpu.read(memory, r.pool+cuda.Pointer(layer*shape.layerBytes())); err != nil {
 			return err

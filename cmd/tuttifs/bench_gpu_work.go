@@ -19,12 +19,6 @@ type gpuWork struct {
 	once   time.Duration // about how long it takes
 }
 
-// The attention's shape: of a model like Llama 3 8B.
-const (
-	attentionHeads   = 32
-	attentionKVHeads = 8
-)
-
 // within runs f with another context bound to the thread.
 func (b *gpuBench) within(context *cuda.Context, f func() error) error {
 	if context == b.gpu.context {
@@ -122,7 +116,7 @@ func (b *gpuBench) attentionWork(context *cuda.Context) (w *gpuWork, err error) 
 	}
 	memory := &deviceMemory{gpu: b.gpu}
 	tokens, cached := b.o.scale.tokens, b.o.scale.cached
-	p, err := newAttention(memory, tokens, tokens+cached, attentionHeads, attentionKVHeads)
+	p, err := newAttention(memory, tokens, tokens+cached, b.o.scale.heads, b.o.scale.kvHeads)
 	if err != nil {
 		return nil, errors.Join(err, memory.free())
 	}
@@ -185,7 +179,8 @@ func (b *gpuBench) checkAttention() error {
 	if err != nil {
 		return errors.Join(err, memory.free())
 	}
-	got, want := make([]byte, tokens*heads*cuda.BenchHead*2), make([]byte, tokens*heads*cuda.BenchHead*2)
+	const n = tokens * heads * cuda.BenchHead * 2
+	got, want := b.scratch.Bytes[:n], b.scratch.Bytes[n:2*n]
 	err = errors.Join(
 		launchAttention(b.gpu.stream, b.gpu.attention, p),
 		b.gpu.read(got, cuda.Pointer(p.Out)),

@@ -48,21 +48,36 @@ func benchStep(p *cuda.BenchStepParams) {
 	}
 }
 
+// numbers are n bf16 numbers at an address.
+//
+//go:norace
+func numbers(address uint64, n int) []float32 {
+	all := make([]float32, n)
+	for i, h := range array[uint16](address, n) {
+		all[i] = fromBF16(h)
+	}
+	return all
+}
+
 //go:norace
 func attention(p *cuda.BenchAttentionParams) {
 	const head = cuda.BenchHead
 	tokens, context, heads, kvHeads := int(p.Tokens), int(p.Context), int(p.Heads), int(p.KVHeads)
 	q, out := array[uint16](p.Q, tokens*heads*head), array[uint16](p.Out, tokens*heads*head)
-	k, v := array[uint16](p.K, context*kvHeads*head), array[uint16](p.V, context*kvHeads*head)
+	k, v := numbers(p.K, context*kvHeads*head), numbers(p.V, context*kvHeads*head)
 	weights := make([]float32, context)
 	for i := range tokens * heads {
 		seen := context - tokens + i/heads + 1
 		kvHead := i % heads / (heads / kvHeads)
-		query, most := q[i*head:(i+1)*head], float32(math.Inf(-1))
+		most := float32(math.Inf(-1))
+		var query [head]float32
+		for d := range query {
+			query[d] = fromBF16(q[i*head+d])
+		}
 		for key := range seen {
 			at, dot := (key*kvHeads+kvHead)*head, float32(0)
-			for d, h := range query {
-				dot += fromBF16(h) * fromBF16(k[at+d])
+			for d, h := range k[at : at+head] {
+				dot += query[d] * h
 			}
 			weights[key] = dot * p.Scale
 			most = max(most, weights[key])
@@ -73,8 +88,8 @@ func attention(p *cuda.BenchAttentionParams) {
 			w := float32(math.Exp(float64(weights[key] - most)))
 			total += w
 			at := (key*kvHeads + kvHead) * head
-			for d := range sums {
-				sums[d] += w * fromBF16(v[at+d])
+			for d, h := range v[at : at+head] {
+				sums[d] += w * h
 			}
 		}
 		for d := range sums {
