@@ -31,12 +31,14 @@ install() {
   touch build/nvcc/complete
 }
 
-# compile writes the PTX of all sources to a folder. It runs in the sources' own, so that no path gets into the output.
+# compile writes the PTX of all sources to a folder. In the names of functions of internal linkage is a hash of the folder that
+# nvcc ran in, which is taken out.
 compile() {
   nvcc=$PWD/$home/bin/nvcc
   for source in cuda/*.cu; do
     name=$(basename "$source" .cu)
     (cd cuda && "$nvcc" -ptx -arch=compute_80 -O3 --std=c++17 -o "$1/$name.ptx" "$name.cu")
+    sed -i 's/_INTERNAL_[0-9a-f]\{8\}_/_INTERNAL_00000000_/g' "$1/$name.ptx"
   done
 }
 
