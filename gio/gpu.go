@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -85,7 +86,7 @@ type GPU struct {
 	mu       sync.Mutex
 	incoming []*gpuTicket  // not seen by the I/O thread yet
 	requests []func()      // for the I/O thread
-	live     []*gpuTicket  // issued and not finished
+	live     []*gpuTicket  // issued and not concluded
 	closed   bool          // nothing is issued or registered any more
 	down     chan struct{} // closed when Close is done
 	closeErr error
@@ -258,9 +259,14 @@ func (g *GPU) Close() error {
 	case <-g.stuck:
 		g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, errStuck)
 	}
-	select {
-	case <-g.stuck:
-	default:
+	if !g.hangs() {
+		// Batches that nobody has waited for yet keep their outcomes only.
+		g.mu.Lock()
+		live := slices.Clone(g.live)
+		g.mu.Unlock()
+		for _, t := range live {
+			t.conclude()
+		}
 		g.takeDown()
 	}
 	close(g.down)

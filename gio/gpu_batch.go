@@ -43,7 +43,7 @@ type gpuTicket struct {
 	waiting  atomic.Int64 // since when somebody waits, 0: nobody
 	hung     error        // set before done is closed, when the I/O thread hangs
 
-	mu       sync.Mutex // guards released, with which event goes back
+	mu       sync.Mutex // guards released, with which the outcomes are in failed and the rest has gone back
 	released bool
 
 	// I/O thread.
@@ -55,6 +55,8 @@ type gpuTicket struct {
 	bytes    int         // of those listed and not launched
 	settled  int         // chunks that are over
 	over     error       // why the batch was given up
+	kernels  int         // under way for it
+	progress int64       // when the last one ended
 	failed   []Result
 }
 
@@ -504,12 +506,25 @@ func (g *GPU) wait(t *gpuTicket) ([]Result, error) {
 		}
 		return failed, t.hung
 	}
-	failed := t.results()
-	t.release()
+	failed := t.conclude()
 	if err := g.broken.Load(); err != nil && len(failed) > 0 {
 		return failed, *err
 	}
 	return failed, nil
+}
+
+// conclude takes the outcomes of a batch that has ended, and gives back what it holds.
+func (t *gpuTicket) conclude() []Result {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.released {
+		t.failed = t.results()
+		t.g.mu.Lock()
+		t.g.live = slices.DeleteFunc(t.g.live, func(x *gpuTicket) bool { return x == t })
+		t.g.mu.Unlock()
+		t.release()
+	}
+	return t.failed
 }
 
 // results are the failed IOCTXs in batch order.
@@ -555,12 +570,10 @@ func (t *gpuTicket) refusal(i int, outcome uint8) error {
 	return fmt.Errorf("%w: descriptor %#x of %d bytes", ErrMemory, ctx.Desc, payload)
 }
 
-// release gives back what the batch holds. Nothing of it is in flight any more.
+// release gives back what the batch holds. Nothing of it is in flight any more. t.mu is held, or nobody knows of t.
 func (t *gpuTicket) release() {
 	letGo(t.memories)
 	t.memories = nil
-	t.mu.Lock()
-	defer t.mu.Unlock()
 	t.released = true
 	if t.event != nil {
 		t.g.events.put(t.event)

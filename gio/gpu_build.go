@@ -44,6 +44,7 @@ func (th *ioThread) claim(kind launchKind, t *gpuTicket, from, to int, now int64
 	for i := range th.launches {
 		if l := &th.launches[i]; l.kind == launchFree {
 			l.kind, l.t, l.from, l.to, l.since = kind, t, from, to, now
+			t.kernels++
 			atomic.StoreUint32(l.done, 0)
 			th.flying++
 			return l
@@ -53,7 +54,7 @@ func (th *ioThread) claim(kind launchKind, t *gpuTicket, from, to int, now int64
 }
 
 // collect takes note of kernels that are done.
-func (th *ioThread) collect() (moved bool) {
+func (th *ioThread) collect(now int64) (moved bool) {
 	if th.flying == 0 {
 		return false
 	}
@@ -64,6 +65,8 @@ func (th *ioThread) collect() (moved bool) {
 		}
 		moved = true
 		kind, t := l.kind, l.t
+		t.kernels--
+		t.progress = now
 		l.kind, l.t = launchFree, nil
 		th.flying--
 		switch kind {

@@ -36,6 +36,9 @@ type ioThread struct {
 	poll          pollRun
 }
 
+// waitDeadlines is how many deadlines a wait may last, though every chunk gets no more than one.
+const waitDeadlines = 4
+
 // Times of the I/O thread, nanoseconds.
 const (
 	checkNanos  = int64(time.Millisecond)
@@ -178,7 +181,7 @@ func (th *ioThread) advance(now int64) (moved bool, err error) {
 			return false, err
 		}
 	}
-	moved = th.collect()
+	moved = th.collect(now)
 	for _, m := range [...]*mover{&th.g.in, &th.g.out} {
 		some, err := m.poll(now)
 		if err != nil {
@@ -364,14 +367,10 @@ func (th *ioThread) failQueued(err error) {
 
 // end tells that a batch is complete.
 func (th *ioThread) end(t *gpuTicket) {
-	g := th.g
 	th.live = slices.DeleteFunc(th.live, func(x *gpuTicket) bool { return x == t })
 	if t.write {
 		th.writers--
 	}
-	g.mu.Lock()
-	g.live = slices.DeleteFunc(g.live, func(x *gpuTicket) bool { return x == t })
-	g.mu.Unlock()
 	t.finish(nil)
 }
 
@@ -397,7 +396,12 @@ func (th *ioThread) check(now int64) error {
 		}
 	}
 	for _, t := range slices.Clone(th.live) {
-		if since := t.waiting.Load(); since != 0 && now-since > int64(g.config.Deadline) && t.over == nil {
+		since := t.waiting.Load()
+		if since == 0 || t.over != nil || t.kernels > 0 {
+			continue // kernels have their own bound
+		}
+		// Chunks have a deadline of their own, which comes first.
+		if d := int64(g.config.Deadline); now-max(since, t.progress) > d+d/4 || now-since > waitDeadlines*d {
 			th.giveUp(t, ErrTimeout)
 		}
 	}
@@ -513,8 +517,7 @@ func (g *GPU) giveUpGPU() {
 	}
 	close(g.stuck)
 	g.mu.Lock()
-	live := g.live
-	g.live = nil
+	live := slices.Clone(g.live)
 	g.mu.Unlock()
 	for _, t := range live {
 		t.finish(err)
