@@ -22,7 +22,7 @@ import (
 )
 
 // flipsDefault is how many sets of images are spoilt when TUTTIFS_FLIPS asks for nothing else.
-const flipsDefault = 1500
+const flipsDefault = 600
 
 // flipVolume is a volume to spoil, and what each of its bytes is worth.
 type flipVolume struct {

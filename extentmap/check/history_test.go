@@ -3,6 +3,7 @@ package check_test
 import (
 	"context"
 	"math/rand/v2"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -146,7 +147,7 @@ func TestTakingInIsCut(t *testing.T) {
 			if _, more := cutter.Step(); !more {
 				break
 			}
-			if n%5 != drive {
+			if n%15 != 5*drive {
 				continue
 			}
 			_, _, now := repaired(t, maptest.FromImages(cutter.Cut()), check.Options{Data: true, Repair: yes})
@@ -235,13 +236,13 @@ func TestUnreadableSectors(t *testing.T) {
 func TestDriveLostWhileFilesAreRead(t *testing.T) {
 	images := usedImages(t)
 	drives := maptest.FromImages(images).Drives()
-	gone := false
-	drives[2] = failing{drives[2], func(int64) bool { return gone }}
+	var gone atomic.Bool
+	drives[2] = failing{drives[2], func(int64) bool { return gone.Load() }}
 	var list findings
 	result, err := check.Run(context.Background(), drives, check.Options{Data: true, Repair: yes,
 		Report: func(f check.Finding) { list = append(list, f) },
 		Progress: func(p check.Pass, _, _ uint64) {
-			gone = p == check.PassData
+			gone.Store(p == check.PassData)
 		}})
 	require.NoError(t, err)
 	require.Len(t, list.of(check.Error), 1, "%v", list)

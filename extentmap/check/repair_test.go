@@ -189,7 +189,7 @@ func TestRepairSafe(t *testing.T) {
 func TestRepairCut(t *testing.T) {
 	images := usedImages(t)
 	original := mounted(t, maptest.FromImages(images).Drives())
-	every := 12 // of the writes and flushes; all of them by the long target
+	every := 40 // of the writes and flushes; all of them by the long target
 	if os.Getenv("TUTTIFS_LONG") != "" {
 		every = 1
 	}
