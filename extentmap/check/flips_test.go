@@ -96,7 +96,7 @@ func (v *flipVolume) units(drive int, first, n uint64, critical bool) {
 func (v *flipVolume) mapMetadata(t testing.TB, images [][]byte) {
 	l, s := label(t, images[0]), newest(t, images[0])
 	j := ondisk.Journal{First: l.Region.JournalUnit, Blocks: l.Region.JournalBlocks,
-		Tag: ondisk.VolumeTag(l.Volume), Nonce: s.Nonce}
+		Tag: ondisk.VolumeTag(l.Volume), Nonce: s.JournalNonce}
 	ring := images[0][j.First*block:][:j.Blocks*block]
 	scan, err := j.Replay([][]byte{ring}, s.Tail, s.Chain, func(uint64, []byte) error { return nil })
 	require.NoError(t, err)
