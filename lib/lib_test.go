@@ -38,8 +38,8 @@ func compiler(t *testing.T, name string) string {
 	return path
 }
 
-// newMount formats three drives and mounts them until the test ends.
-func newMount(t *testing.T) string {
+// needMount skips a test where nothing can be mounted.
+func needMount(t *testing.T) {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("mounting needs root here")
@@ -47,6 +47,12 @@ func newMount(t *testing.T) string {
 	if _, err := os.Stat("/dev/fuse"); err != nil {
 		t.Skip("no /dev/fuse")
 	}
+}
+
+// newMount formats three drives and mounts them until the test ends.
+func newMount(t *testing.T) string {
+	t.Helper()
+	needMount(t)
 	dir := t.TempDir()
 	var drives []drive.Drive
 	for i := range 3 {
