@@ -333,9 +333,10 @@ const entryCost = 2048
 // build makes memory, pollers and lanes. The caller holds setup.
 func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	c := m.c
+	m.drives = c.driveList()
 	block := uint64(nvme.QueueBytes(int(r.Depth)))
-	queues := ioctl.SessionPageBytes + uint64(r.Lanes)*uint64(len(c.drives))*block
-	entries := uint64(r.Lanes) * uint64(len(c.drives)) * uint64(r.Depth)
+	queues := ioctl.SessionPageBytes + uint64(r.Lanes)*uint64(len(m.drives))*block
+	entries := uint64(r.Lanes) * uint64(len(m.drives)) * uint64(r.Depth)
 	total := m.arena + queues + r.DMABytes + entries*entryCost
 	c.mu.Lock()
 	if total > c.o.SharedBytesMax-c.sharedBytes {
@@ -380,13 +381,13 @@ func (m *member) startLanes() error {
 func (m *member) describe(reply *ioctl.AttachReply, fds descriptors) {
 	c := m.c
 	reply.Descriptors = uint32(len(fds))
-	reply.Lanes, reply.Depth, reply.Drives = uint32(len(m.lanes)), m.depth, uint32(len(c.drives))
+	reply.Lanes, reply.Depth, reply.Drives = uint32(len(m.lanes)), m.depth, uint32(len(m.drives))
 	reply.ArenaBytes, reply.QueuesBytes = uint64(len(m.shared.arena)), uint64(len(m.shared.queues))
 	reply.QueueBlockBytes = uint64(nvme.QueueBytes(int(m.depth)))
 	reply.DMABytes, reply.DMABase = uint64(len(m.shared.dma)), ioctl.DMABase
 	reply.Nonce, reply.SGL, reply.CommandBytes = c.nonce, 1, commandBytes
 	reply.Pollers = uint32(len(m.pollers))
-	for i, d := range c.drives {
+	for i, d := range m.drives {
 		reply.DriveIndex[i], reply.LBABytes[i] = d.index, uint16(d.lbaBytes)
 	}
 }

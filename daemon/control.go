@@ -14,6 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
+	"tuttifs/extentmap"
 	"tuttifs/gpufile"
 	"tuttifs/ioctl"
 	"tuttifs/nvme/emu"
@@ -123,14 +124,14 @@ type Control struct {
 	store    *gpufile.Store
 	nonce    uint64
 	uuid     [16]byte
-	drives   []driveController
 	listener *net.UnixListener
 	path     string // of the socket
 
 	stop    chan struct{}  // closed by Shutdown
 	workers sync.WaitGroup // accept loop, connections, heartbeat, evictions
 
-	mu          sync.Mutex // guards what follows
+	mu          sync.Mutex        // guards what follows
+	drives      []driveController // replaced as a whole
 	closed      bool
 	handles     map[uint64]*handle
 	members     map[uint32]*member
@@ -169,6 +170,9 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 		connections: map[*net.UnixConn]struct{}{}, strangers: map[uint32]int{}}
 	c.scratch.New = func() any { return new(scratch) }
 	for _, d := range info.Drives {
+		if d.State == extentmap.DriveLost {
+			continue
+		}
 		dc, err := newController(v.Drive(d.Index), d.Index, info.ReadOnly, o)
 		if err != nil {
 			return nil, err
@@ -186,7 +190,7 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 
 // chooseBackends measures the ways to the drives ahead of the first engine, one drive after the other.
 func (c *Control) chooseBackends() {
-	for _, d := range c.drives {
+	for _, d := range c.driveList() {
 		select {
 		case <-c.stop:
 			return
@@ -235,8 +239,9 @@ func (c *Control) SocketPath() string { return c.path }
 
 // Controllers lists the virtual controllers by drive index, for statistics.
 func (c *Control) Controllers() map[uint16]*emu.Controller {
-	m := make(map[uint16]*emu.Controller, len(c.drives))
-	for _, d := range c.drives {
+	drives := c.driveList()
+	m := make(map[uint16]*emu.Controller, len(drives))
+	for _, d := range drives {
 		m[d.index] = d.controller
 	}
 	return m

@@ -61,7 +61,7 @@ func openWorld(t testing.TB, drives []drive.Drive, x extentmap.Options, g gpufil
 	require.NoError(t, err)
 	w.store, err = gpufile.Open(w.volume, g)
 	require.NoError(t, err)
-	w.store.SetVerifier(func(*gpufile.Pool, uint32, checksum.Seed) bool { return false })
+	w.store.SetVerifier(func(*gpufile.Pool, uint32, checksum.Seed) gpufile.Verdict { return gpufile.Damaged })
 	if o.SocketDir == "" {
 		o.SocketDir = socketDir(t)
 	}

@@ -25,12 +25,14 @@ type Options struct {
 	Dir               string   // mount point
 	Version           string   // of this program
 	ReadOnly          bool
-	Discard           *bool  // nil: on for block devices, off for files
-	CheckpointSeconds int    // 0: 30
-	Policy            string // "": lru
-	Pollers           int    // polling threads of a session; 0: 1
-	SocketDir         string // for engines' attachments; "": /run/tuttifs
-	MetricsAddress    string // "" for none
+	Degraded          bool          // mount without drives that are missing
+	DriveTimeout      time.Duration // for one operation of a drive; 0: 30 s
+	Discard           *bool         // nil: on for block devices, off for files
+	CheckpointSeconds int           // 0: 30
+	Policy            string        // "": lru
+	Pollers           int           // polling threads of a session; 0: 1
+	SocketDir         string        // for engines' attachments; "": /run/tuttifs
+	MetricsAddress    string        // "" for none
 	NoXattr           bool
 	AllowOther        bool
 	UID, GID          uint32
@@ -52,6 +54,7 @@ type Daemon struct {
 	server  *fs.Server
 	serving atomic.Pointer[fs.Server] // server, once mounted: status and metrics may be asked for before
 	metrics *metricsServer
+	drives  *drives
 }
 
 func (o *Options) fill() {
@@ -66,6 +69,9 @@ func (o *Options) fill() {
 	}
 	if o.CheckpointSeconds == 0 {
 		o.CheckpointSeconds = 30
+	}
+	if o.DriveTimeout == 0 {
+		o.DriveTimeout = 30 * time.Second
 	}
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
@@ -123,7 +129,8 @@ func Run(ctx context.Context, o Options) (err error) {
 func (d *Daemon) open() (err error) {
 	o := &d.options
 	d.volume, err = extentmap.Open(o.Paths, extentmap.Options{
-		ReadOnly: o.ReadOnly, Discard: o.Discard, CheckpointSeconds: o.CheckpointSeconds,
+		ReadOnly: o.ReadOnly, Discard: o.Discard, CheckpointSeconds: o.CheckpointSeconds, Degraded: o.Degraded,
+		DriveTimeout: o.DriveTimeout,
 	})
 	if err != nil {
 		return err
@@ -131,12 +138,16 @@ func (d *Daemon) open() (err error) {
 	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy}); err != nil {
 		return err
 	}
-	d.store.SetVerifier(payload{d.volume}.verify)
+	payload := newPayload(d.volume, o.DriveTimeout)
+	d.store.SetVerifier(payload.verify)
 	d.control, err = NewControl(d.store, ControlOptions{
 		SocketDir: o.SocketDir, Shared: o.AllowOther, Pollers: o.Pollers,
 		Logf: func(format string, args ...any) { o.Log.Info(fmt.Sprintf(format, args...)) },
 	})
 	if err != nil {
+		return err
+	}
+	if d.drives, err = serveDrives(d); err != nil {
 		return err
 	}
 	if o.MetricsAddress != "" {
@@ -161,7 +172,7 @@ func (d *Daemon) open() (err error) {
 	}
 	d.server, err = fs.Mount(o.Dir, d.store, fs.Options{
 		Name: name, ReadOnly: o.ReadOnly, NoXattr: o.NoXattr, AllowOther: o.AllowOther, UID: o.UID, GID: o.GID, Umask: umask,
-		EntryTimeout: entry, AttrTimeout: attr, Status: d.statusFiles(), Control: d.control, Payload: NewPayload(d.volume),
+		EntryTimeout: entry, AttrTimeout: attr, Status: d.statusFiles(), Control: d.control, Payload: payload,
 		Logf: func(format string, args ...any) { o.Log.Warn(fmt.Sprintf(format, args...)) },
 	})
 	if err != nil {
@@ -204,6 +215,9 @@ func (d *Daemon) unmount(gone <-chan struct{}) {
 func (d *Daemon) close() (err error) {
 	if d.metrics != nil {
 		err = errors.Join(err, d.metrics.close())
+	}
+	if d.drives != nil {
+		err = errors.Join(err, d.drives.close())
 	}
 	if d.control != nil {
 		err = errors.Join(err, d.control.Shutdown())

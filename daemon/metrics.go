@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"tuttifs/extentmap"
 	"tuttifs/nvme/emu"
 )
 
@@ -20,7 +21,7 @@ import (
 func (d *Daemon) stats() *StatsDocument {
 	doc := &StatsDocument{
 		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{},
-		Drives: map[string]IOStats{},
+		Drives: map[string]IOStats{}, DriveErrors: map[string]DriveErrs{},
 	}
 	for _, p := range d.store.Pools() {
 		s := newPoolStats(p.Stats())
@@ -43,9 +44,20 @@ func (d *Daemon) stats() *StatsDocument {
 	doc.Sessions = uint64(len(sessions))
 	info := d.volume.Info()
 	for i := range info.Drives {
-		doc.ReadErrors += info.Drives[i].ReadErrors
-		doc.WriteErrors += info.Drives[i].WriteErrors
+		dr := &info.Drives[i]
+		doc.ReadErrors += dr.ReadErrors
+		doc.WriteErrors += dr.WriteErrors
+		e := DriveErrs{Online: 1, Reads: dr.ReadErrors, Writes: dr.WriteErrors, Timeouts: dr.Timeouts}
+		if dr.State == extentmap.DriveLost {
+			e.Online = 0
+			doc.DrivesLost++
+		}
+		doc.DriveErrors[strconv.Itoa(int(dr.Index))] = e
 	}
+	if info.Degraded {
+		doc.Degraded = 1
+	}
+	doc.RowsAway = info.RowsUnavailable
 	doc.Transactions, doc.Checkpoints, doc.JournalUsed = info.Transactions, info.Checkpoints, info.JournalUsedBytes
 	return doc
 }
@@ -80,6 +92,10 @@ var poolMetrics = []metric[PoolStats]{
 	counter("evicted_total", "Files evicted for room.", func(s *PoolStats) uint64 { return s.Evicted }),
 	counter("doomed_total", "Files removed by name.", func(s *PoolStats) uint64 { return s.Doomed }),
 	counter("bad_total", "Files evicted because their bytes were damaged.", func(s *PoolStats) uint64 { return s.Bad }),
+	counter("unreadable_total", "Files that became misses because a drive did not give their bytes.",
+		func(s *PoolStats) uint64 { return s.Unreadable }),
+	gauge("files_unavailable", "Files on lost drives or unreadable, now.",
+		func(s *PoolStats) uint64 { return s.FilesAway }),
 	gauge("files", "Files committed now.", func(s *PoolStats) uint64 { return s.Files }),
 	gauge("files_pinned", "Files pinned now.", func(s *PoolStats) uint64 { return s.FilesPinned }),
 	gauge("files_reserved", "Files being stored now.", func(s *PoolStats) uint64 { return s.FilesReserved }),
@@ -103,6 +119,13 @@ var ioMetrics = []metric[IOStats]{
 		func(s *IOStats) float64 { return s.BusySeconds }},
 }
 
+var driveMetrics = []metric[DriveErrs]{
+	gauge("online", "1 while the drive is in use, 0 when it is lost.", func(s *DriveErrs) uint64 { return s.Online }),
+	counter("failed_reads_total", "Reads that failed.", func(s *DriveErrs) uint64 { return s.Reads }),
+	counter("failed_writes_total", "Writes and flushes that failed.", func(s *DriveErrs) uint64 { return s.Writes }),
+	counter("timeouts_total", "Operations that were given up.", func(s *DriveErrs) uint64 { return s.Timeouts }),
+}
+
 var volumeMetrics = []metric[StatsDocument]{
 	{"uptime_seconds", "Time since the mount.", prometheus.GaugeValue,
 		func(s *StatsDocument) float64 { return s.UptimeSeconds }},
@@ -115,6 +138,10 @@ var volumeMetrics = []metric[StatsDocument]{
 	gauge("space_available_bytes", "Bytes that can be stored without evicting.", func(s *StatsDocument) uint64 {
 		return s.Space.AvailableBytes
 	}),
+	gauge("degraded", "1 while a drive is lost or the metadata lacks its second copy.",
+		func(s *StatsDocument) uint64 { return s.Degraded }),
+	gauge("drives_lost", "Drives that are lost.", func(s *StatsDocument) uint64 { return s.DrivesLost }),
+	gauge("rows_unavailable", "Rows on lost drives.", func(s *StatsDocument) uint64 { return s.RowsAway }),
 	counter("drive_read_errors_total", "Reads that a drive failed.",
 		func(s *StatsDocument) uint64 { return s.ReadErrors }),
 	counter("drive_write_errors_total", "Writes that a drive failed.",
@@ -153,6 +180,9 @@ func newCollector(d *Daemon) *collector {
 		describe("io_"+m.name, m.help+" All drives.")
 		describe("drive_io_"+m.name, m.help, "drive")
 	}
+	for _, m := range driveMetrics {
+		describe("drive_"+m.name, m.help, "drive")
+	}
 	for _, m := range volumeMetrics {
 		describe(m.name, m.help)
 	}
@@ -181,6 +211,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	emit(c, out, ioMetrics, "io_", &s.IO)
 	for index, io := range s.Drives {
 		emit(c, out, ioMetrics, "drive_io_", &io, index)
+	}
+	for index, errs := range s.DriveErrors {
+		emit(c, out, driveMetrics, "drive_", &errs, index)
 	}
 	emit(c, out, volumeMetrics, "", s)
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"time"
 
 	"tuttifs/checksum"
 	"tuttifs/drive"
@@ -18,20 +19,94 @@ import (
 // checksumAlgorithm is the number of the payload checksum in the format.
 const checksumAlgorithm = 1
 
-// transfers bounds the reads and writes of the mount's own readers and writers that are on their way: each takes a
-// thread, programs that use the mount decide how many there are, and the Go runtime ends a process that has ten
-// thousand.
-var transfers = make(chan struct{}, 1024)
+// transfersMax bounds the reads and writes of one drive by the mount's own readers and writers that are on their way:
+// each takes a thread, programs that use the mount decide how many there are, and the Go runtime ends a process that
+// has ten thousand. A drive that does not answer keeps nobody from the others.
+const transfersMax = 128
 
-// errDamaged: bytes on a drive are not what was stored.
-var errDamaged = errors.New("daemon: checksum mismatch")
+var (
+	// errDamaged: bytes on a drive are not what was stored.
+	errDamaged = errors.New("daemon: checksum mismatch")
+	// errDrive: a drive did not do what it was asked for, or is not there.
+	errDrive = errors.New("daemon: drive error")
+)
 
 // payload is the way of the mount's own readers and writers (cat, cp) to the drives. Engines do not come here: their
 // bytes go by queue pairs.
-type payload struct{ volume *extentmap.Volume }
+type payload struct {
+	volume   *extentmap.Volume
+	patience time.Duration // for one transfer
+	on       *[extentmap.MaxDrives]chan struct{}
+}
 
 // NewPayload serves the files of one volume to a mount of it.
-func NewPayload(v *extentmap.Volume) fs.Payload { return payload{v} }
+func NewPayload(v *extentmap.Volume) fs.Payload { return newPayload(v, 30*time.Second) }
+
+func newPayload(v *extentmap.Volume, patience time.Duration) payload {
+	y := payload{v, patience, new([extentmap.MaxDrives]chan struct{})}
+	for i := range y.on {
+		y.on[i] = make(chan struct{}, transfersMax)
+	}
+	return y
+}
+
+// transfer runs one read or write of a drive, bounded in number and time. One that is given up goes on by itself, in
+// memory of its own: f gets a buffer, filled with data for a write, and into gets its content after a read.
+func (y payload) transfer(index uint16, write bool, n int, data, into []byte, f func(b []byte) error) error {
+	timer := time.NewTimer(y.patience)
+	defer timer.Stop()
+	select {
+	case y.on[index] <- struct{}{}:
+	case <-timer.C:
+		return fmt.Errorf("%w: drive %d: %d transfers wait for it", errDrive, index, transfersMax)
+	}
+	b := takeBuffer()[:n]
+	if write {
+		clear(b[copy(b, data):])
+	}
+	done := make(chan error, 1)
+	go func() {
+		err := f(b)
+		<-y.on[index]
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		if err == nil && !write {
+			copy(into, b)
+		}
+		giveBuffer(b)
+		if err != nil {
+			y.volume.CountError(index, write)
+			return fmt.Errorf("%w: %w", errDrive, err)
+		}
+		return nil
+	case <-timer.C:
+		y.volume.CountError(index, write)
+		return fmt.Errorf("%w: drive %d does not answer for %v", errDrive, index, y.patience)
+	}
+}
+
+// idleBuffers are the buffers of transfers that are over, for the next ones. Each has room for the largest object.
+var idleBuffers = make(chan []byte, 64)
+
+func takeBuffer() []byte {
+	select {
+	case b := <-idleBuffers:
+		return b
+	default:
+		return drive.AlignedBuffer(stripe.MaxObjectBytes)
+	}
+}
+
+func giveBuffer(b []byte) {
+	b = b[:stripe.MaxObjectBytes]
+	select {
+	case idleBuffers <- b:
+	default:
+		drive.FreeBuffer(b)
+	}
+}
 
 // OpenFile reads a file that the caller holds. Its seed makes a slot that was reused meanwhile read as damaged, never
 // as wrong bytes.
@@ -40,13 +115,13 @@ func (y payload) OpenFile(p *gpufile.Pool, info gpufile.FileInfo) (fs.FileReader
 }
 
 func (y payload) reader(p *gpufile.Pool, slot uint32, seed checksum.Seed) *fileReader {
-	f := file{y.volume, p.Map(), p.Map().Layout(), slot, seed}
+	f := file{y, p.Map(), p.Map().Layout(), slot, seed}
 	return &fileReader{f, make([]rankSums, f.layout.Ranks())}
 }
 
 // CreateFile writes a slot that the caller has reserved.
 func (y payload) CreateFile(p *gpufile.Pool, grant gpufile.Grant) (fs.FileWriter, error) {
-	f := file{y.volume, p.Map(), p.Map().Layout(), grant.Slot, grant.Seed}
+	f := file{y, p.Map(), p.Map().Layout(), grant.Slot, grant.Seed}
 	w := &fileWriter{file: f, sums: make([][]uint64, f.layout.Ranks()), left: map[uint16]bool{}}
 	for rank := range w.sums {
 		objects := f.layout.RankObjects(uint16(rank))
@@ -58,25 +133,30 @@ func (y payload) CreateFile(p *gpufile.Pool, grant gpufile.Grant) (fs.FileWriter
 	return w, nil
 }
 
-// verify rereads a slot and says whether its bytes are intact: what engines report as bad is judged here.
-func (y payload) verify(p *gpufile.Pool, slot uint32, seed checksum.Seed) bool {
+// verify rereads a slot and judges its bytes: what engines report as bad is judged here. A drive that does not give
+// them says nothing about them.
+func (y payload) verify(p *gpufile.Pool, slot uint32, seed checksum.Seed) gpufile.Verdict {
 	r := y.reader(p, slot, seed)
 	defer r.Close()
 	buf := drive.AlignedBuffer(stripe.MaxObjectBytes)
 	defer drive.FreeBuffer(buf)
 	for rank := range r.ranks {
 		for _, o := range r.layout.RankObjects(uint16(rank)) {
-			if r.ReadObject(o, buf[:r.layout.Geometry().Objects[o].Bytes()]) != nil {
-				return false
+			err := r.ReadObject(o, buf[:r.layout.Geometry().Objects[o].Bytes()])
+			switch {
+			case errors.Is(err, errDrive):
+				return gpufile.Unreadable
+			case err != nil:
+				return gpufile.Damaged
 			}
 		}
 	}
-	return true
+	return gpufile.Intact
 }
 
 // file is one slot's place on the drives.
 type file struct {
-	volume *extentmap.Volume
+	payload
 	pool   *extentmap.Pool
 	layout *stripe.Layout
 	slot   uint32
@@ -84,51 +164,41 @@ type file struct {
 }
 
 // locate returns an object's drive, byte offset and bytes allocated.
-func (f *file) locate(object uint16) (d drive.Drive, off, room int64, err error) {
+func (f *file) locate(object uint16) (index uint16, d drive.Drive, off, room int64, err error) {
 	index, unit, units, ok := f.pool.Extent(f.slot, object)
-	if ok {
-		d = f.volume.Drive(index)
+	if !ok {
+		return 0, nil, 0, 0, fmt.Errorf("daemon: slot %d object %d is on no drive", f.slot, object)
 	}
-	if d == nil {
-		return nil, 0, 0, fmt.Errorf("daemon: slot %d object %d is on no drive that is here", f.slot, object)
+	if d = f.volume.Drive(index); d == nil {
+		return 0, nil, 0, 0, fmt.Errorf("%w: slot %d object %d is on drive %d, which is lost", errDrive, f.slot, object,
+			index)
 	}
-	return d, int64(unit) * drive.UnitBytes, int64(units) * drive.UnitBytes, nil
+	return index, d, int64(unit) * drive.UnitBytes, int64(units) * drive.UnitBytes, nil
 }
 
-// read reads whole units where buf has room behind its length, so that an aligned buffer is read directly.
+// read reads an object, in whole units.
 func (f *file) read(object uint16, buf []byte) error {
-	d, off, room, err := f.locate(object)
+	index, d, off, room, err := f.locate(object)
 	switch {
 	case err != nil:
 		return err
 	case int64(len(buf)) > room:
 		return fmt.Errorf("daemon: object %d is shorter than %d bytes", object, len(buf))
-	case int64(cap(buf)) >= room:
-		buf = buf[:room]
 	}
-	transfers <- struct{}{}
-	defer func() { <-transfers }()
-	return d.ReadAt(buf, off)
+	n := (len(buf) + drive.UnitBytes - 1) &^ (drive.UnitBytes - 1)
+	return f.transfer(index, false, n, nil, buf, func(b []byte) error { return d.ReadAt(b, off) })
 }
 
 // write pads with zeroes to whole units: nothing of an earlier tenant stays behind the payload.
 func (f *file) write(object uint16, payload []byte) error {
-	d, off, room, err := f.locate(object)
+	index, d, off, room, err := f.locate(object)
 	if err != nil {
 		return err
 	}
 	if int64(len(payload)) > room {
 		return fmt.Errorf("daemon: object %d is shorter than %d bytes", object, len(payload))
 	}
-	if int64(len(payload)) < room {
-		padded := drive.AlignedBuffer(int(room))
-		defer drive.FreeBuffer(padded)
-		copy(padded, payload)
-		payload = padded
-	}
-	transfers <- struct{}{}
-	defer func() { <-transfers }()
-	return d.WriteAt(payload, off)
+	return f.transfer(index, true, int(room), payload, nil, func(b []byte) error { return d.WriteAt(b, off) })
 }
 
 // rankSums are one rank's checksums, read from its trailer at first use.

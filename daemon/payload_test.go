@@ -43,7 +43,7 @@ type stored struct {
 func newStored(t *testing.T) *stored {
 	t.Helper()
 	s := &stored{world: newWorld(t, gpufile.Options{}, ControlOptions{}), bytes: map[uint16][]byte{}}
-	s.payload = payload{s.volume}
+	s.payload = newPayload(s.volume, time.Minute)
 	pool, ticket, err := s.store.OpenPool(payloadIdentity(), extentmap.PoolSpec{Name: "p", Geometry: oddGeometry(),
 		TokensPerFile: 16, ChecksumAlg: 1})
 	require.NoError(t, err)
@@ -122,7 +122,7 @@ func TestPayloadRoundTrip(t *testing.T) {
 	sum, err := r.Checksum()
 	require.NoError(t, err)
 	require.Regexp(t, "^sums-1:[0-9a-f]{32}$", sum)
-	require.True(t, s.payload.verify(s.pool, s.info.Slot, s.pool.Seed(&s.info)))
+	require.Equal(t, gpufile.Intact, s.payload.verify(s.pool, s.info.Slot, s.pool.Seed(&s.info)))
 }
 
 // Promise b: any damage is a miss and a counter, never bytes.
@@ -133,7 +133,7 @@ func TestPayloadDamage(t *testing.T) {
 	for object := range uint16(layout.Objects()) {
 		place := s.unit(object)
 		place[0] ^= 0x80
-		require.False(t, s.payload.verify(s.pool, s.info.Slot, seed), "object %d", object)
+		require.Equal(t, gpufile.Damaged, s.payload.verify(s.pool, s.info.Slot, seed), "object %d", object)
 		r, err := s.payload.OpenFile(s.pool, s.info)
 		require.NoError(t, err)
 		o := &layout.Geometry().Objects[object]
@@ -151,6 +151,6 @@ func TestPayloadDamage(t *testing.T) {
 		place[0] ^= 0x80
 	}
 	seed[0]++
-	require.False(t, s.payload.verify(s.pool, s.info.Slot, seed), "another generation's bytes")
-	require.False(t, s.payload.verify(s.pool, 1<<30, seed), "a slot that no row backs")
+	require.Equal(t, gpufile.Damaged, s.payload.verify(s.pool, s.info.Slot, seed), "another generation's bytes")
+	require.Equal(t, gpufile.Damaged, s.payload.verify(s.pool, 1<<30, seed), "a slot that no row backs")
 }

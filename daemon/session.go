@@ -43,6 +43,7 @@ type member struct {
 	conn      *net.UnixConn // not nil once attached
 	lanes     []lane
 	pollers   []*poller
+	drives    []driveController // that it has queues to, in the order of the attach reply
 	depth     uint32
 	dma       *dmaMemory
 	authority authority
@@ -324,13 +325,13 @@ func (a authority) Complete(e emu.Access, ok bool) { a.leases.Complete(gpufile.A
 // attachLane begins a lane on every drive. The caller holds setup.
 func (m *member) attachLane(i int) error {
 	l := &m.lanes[i]
-	l.queues = make([]*emu.Queue, len(m.c.drives))
-	for d := range m.c.drives {
+	l.queues = make([]*emu.Queue, len(m.drives))
+	for d := range m.drives {
 		b := m.block(i, d)
 		clear(b)
 		memory, err := nvme.MapQueue(b, int(m.depth))
 		if err == nil {
-			l.queues[d], err = m.c.drives[d].controller.Attach(
+			l.queues[d], err = m.drives[d].controller.Attach(
 				emu.QueueConfig{Memory: memory, DMA: m.dma, Authority: m.authority})
 		}
 		if err != nil {
@@ -345,7 +346,7 @@ func (m *member) attachLane(i int) error {
 
 func (m *member) block(lane, d int) []byte {
 	n := nvme.QueueBytes(int(m.depth))
-	off := ioctl.SessionPageBytes + (lane*len(m.c.drives)+d)*n
+	off := ioctl.SessionPageBytes + (lane*len(m.drives)+d)*n
 	return m.shared.queues[off : off+n : off+n]
 }
 

@@ -31,6 +31,8 @@ type VolumeDocument struct {
 	Width            int              `json:"width"`
 	SegmentBytes     uint64           `json:"segment_bytes"`
 	ReadOnly         bool             `json:"read_only"`
+	Degraded         bool             `json:"degraded"` // a drive is lost, or the metadata lacks its second copy
+	RowsUnavailable  uint64           `json:"rows_unavailable"`
 	Draft            bool             `json:"draft"`
 	TotalBytes       uint64           `json:"total_bytes"`
 	UnassignedBytes  uint64           `json:"unassigned_bytes"`
@@ -96,13 +98,17 @@ type DriveDocument struct {
 	FreeSegments uint32 `json:"free_segments"`
 	ReadErrors   uint64 `json:"read_errors"`
 	WriteErrors  uint64 `json:"write_errors"`
+	Timeouts     uint64 `json:"timeouts"` // operations that were given up
+	State        string `json:"state"`    // "online", "lost" or "leaving"
+	Held         bool   `json:"held"`     // gets no files before engines that do not know it have ended
+	Cause        string `json:"cause,omitempty"`
 }
 
 // NewDriveDocument describes a drive as mkfs, info and the status files show it.
 func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
 	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
 	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata,
-		d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors}
+		d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors, d.Timeouts, d.State.String(), d.Held, d.Cause}
 }
 
 // NewDriveDocuments describes all of them.
@@ -125,9 +131,11 @@ type PoolStats struct {
 	Evicted       uint64 `json:"evicted"`
 	Doomed        uint64 `json:"doomed"`
 	Bad           uint64 `json:"bad"`
+	Unreadable    uint64 `json:"unreadable"`
 	Files         uint64 `json:"files"`
 	FilesPinned   uint64 `json:"files_pinned"`
 	FilesReserved uint64 `json:"files_reserved"`
+	FilesAway     uint64 `json:"files_unavailable"`
 	SlotsFree     uint64 `json:"slots_free"`
 	SlotsFreeing  uint64 `json:"slots_freeing"`
 	SlotsUsed     uint64 `json:"slots_used"`
@@ -137,7 +145,8 @@ type PoolStats struct {
 
 func newPoolStats(s gpufile.Stats) PoolStats {
 	return PoolStats{s.Lookups, s.Hits, s.Misses, s.Reserved, s.Committed, s.Aborted, s.Evicted, s.Doomed, s.Bad,
-		s.Files, s.FilesPinned, s.FilesReserved, s.SlotsFree, s.SlotsFreeing, s.SlotsUsed, s.BytesUsed, s.BytesCapacity}
+		s.Unreadable, s.Files, s.FilesPinned, s.FilesReserved, s.FilesAway,
+		s.SlotsFree, s.SlotsFreeing, s.SlotsUsed, s.BytesUsed, s.BytesCapacity}
 }
 
 func (s *PoolStats) add(o *PoolStats) {
@@ -150,9 +159,11 @@ func (s *PoolStats) add(o *PoolStats) {
 	s.Evicted += o.Evicted
 	s.Doomed += o.Doomed
 	s.Bad += o.Bad
+	s.Unreadable += o.Unreadable
 	s.Files += o.Files
 	s.FilesPinned += o.FilesPinned
 	s.FilesReserved += o.FilesReserved
+	s.FilesAway += o.FilesAway
 	s.SlotsFree += o.SlotsFree
 	s.SlotsFreeing += o.SlotsFreeing
 	s.SlotsUsed += o.SlotsUsed
@@ -211,6 +222,19 @@ type StatsDocument struct {
 	Transactions  uint64               `json:"transactions"`
 	Checkpoints   uint64               `json:"checkpoints"`
 	JournalUsed   uint64               `json:"journal_used_bytes"`
+	Degraded      uint64               `json:"degraded"` // 1: see DriveDocument
+	DrivesLost    uint64               `json:"drives_lost"`
+	RowsAway      uint64               `json:"rows_unavailable"`
+	DriveErrors   map[string]DriveErrs `json:"drive_errors"` // by index
+}
+
+// DriveErrs are what one drive has failed to do since the mount, metadata and payload of the mount's own readers and
+// writers; commands of engines that failed are in IOStats.
+type DriveErrs struct {
+	Online   uint64 `json:"online"` // 1 while it is in use
+	Reads    uint64 `json:"reads"`
+	Writes   uint64 `json:"writes"`
+	Timeouts uint64 `json:"timeouts"`
 }
 
 // MountStats counts bytes and files that went through the mount itself (cat, cp), not through queues.
@@ -260,6 +284,7 @@ func NewVolumeDocument(v *extentmap.Volume) *VolumeDocument {
 	doc := &VolumeDocument{
 		OutputVersion: StatusVersion, UUID: extentmap.FormatUUID(info.UUID), Label: info.Label, Epoch: info.Epoch,
 		Nonce: info.Nonce, Width: info.Width, SegmentBytes: info.SegmentBytes, ReadOnly: info.ReadOnly, Draft: info.Draft,
+		Degraded: info.Degraded, RowsUnavailable: info.RowsUnavailable,
 		TotalBytes: info.TotalBytes, UnassignedBytes: info.FreeBytes, JournalBytes: info.JournalBytes,
 		JournalUsedBytes: info.JournalUsedBytes,
 		Pools:            []PoolDocument{}, Families: []FamilyDocument{}, Tenants: []TenantDocument{},
@@ -316,6 +341,8 @@ type OptionsDocument struct {
 	Discard             string   `json:"discard"` // "on", "off" or "auto"; what it comes to is in DriveDocument
 	CheckpointSeconds   int      `json:"checkpoint_seconds"`
 	Policy              string   `json:"policy"`
+	Degraded            bool     `json:"degraded"` // allowed at the mount
+	DriveTimeoutSeconds float64  `json:"drive_timeout_seconds"`
 	Pollers             int      `json:"pollers"`
 	SocketDir           string   `json:"socket_dir"`
 	Metrics             string   `json:"metrics"` // the address listened on, empty for none
@@ -332,6 +359,7 @@ func (d *Daemon) optionsDocument() any {
 	o := &d.options
 	doc := OptionsDocument{
 		OutputVersion: StatusVersion, ReadOnly: o.ReadOnly, Discard: "auto", CheckpointSeconds: o.CheckpointSeconds,
+		Degraded: o.Degraded, DriveTimeoutSeconds: o.DriveTimeout.Seconds(),
 		Policy: o.Policy, Pollers: o.Pollers, SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther,
 		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
 		AttrTimeoutSeconds: o.AttrTimeout.Seconds(),

@@ -218,8 +218,8 @@ func (v *Volume) misplaced(r *row, c int) bool {
 	})
 }
 
-// placeTables gives misplaced copies of a row's record table other places, and says whether something changed: the table
-// then has to be written whole. Volume.applyMu.
+// placeTables gives misplaced copies of a row's record table other places, and says whether something changed: the
+// table then has to be written whole. Volume.applyMu.
 func (v *Volume) placeTables(r *row) (changed bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -247,7 +247,7 @@ func (v *Volume) dirtyMisplaced() {
 	for _, p := range v.Pools() {
 		for n := range p.highest.Load() {
 			r := p.byNumber[n].Load()
-			if r == nil || r.noTable {
+			if r == nil || r.noTable.Load() {
 				continue
 			}
 			v.mu.Lock()

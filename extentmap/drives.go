@@ -285,7 +285,7 @@ func (v *Volume) reloadTables(m *member) {
 			if r == nil || r.tables[0].Drive() != m.index && r.tables[1].Drive() != m.index {
 				continue
 			}
-			if r.noTable {
+			if r.noTable.Load() {
 				v.loadTable(r, func(block uint32) { v.markDirty(r, block) })
 				p.rederive(r)
 				continue

@@ -221,7 +221,7 @@ func (v *Volume) tableCopies(r *row) (copies []int) {
 			copies = append(copies, c)
 		}
 	}
-	r.noTable = len(copies) == 0 && (r.tables[0] != ondisk.NoLocator || r.tables[1] != ondisk.NoLocator)
+	r.noTable.Store(len(copies) == 0 && (r.tables[0] != ondisk.NoLocator || r.tables[1] != ondisk.NoLocator))
 	return copies
 }
 

@@ -12,6 +12,9 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
+// MaxDrives of a volume.
+const MaxDrives = ondisk.MaxDrives
+
 // DriveState is how a mounted volume uses a member drive.
 type DriveState uint32
 

@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"sort"
 	"sync"
 	"sync/atomic"
@@ -98,6 +99,11 @@ func Open(paths []string, o Options) (*Volume, error) {
 		return nil, err
 	}
 	v.ownDrives = true
+	for _, d := range drives {
+		if !slices.ContainsFunc(v.members, func(m *member) bool { return m.dev == d }) {
+			_ = d.Close() // found beside the others, and none of them
+		}
+	}
 	return v, nil
 }
 
@@ -240,12 +246,20 @@ func OpenDrives(drives []drive.Drive, o Options) (*Volume, error) {
 		return nil, fmt.Errorf("%w: no drive given", ErrInvalid)
 	}
 	var list []candidate
+	var unreadable error
 	for _, d := range drives {
 		l, err := readLabel(d)
+		if o.Degraded && errors.Is(err, ErrCorrupt) {
+			unreadable = err
+			continue // as if it were missing
+		}
 		if err != nil {
 			return nil, err
 		}
 		list = append(list, candidate{dev: d, label: l})
+	}
+	if len(list) == 0 {
+		return nil, unreadable
 	}
 	list, newest, err := selectMembers(list, &o)
 	if err != nil {

@@ -109,8 +109,8 @@ type row struct {
 
 	// away: it lies on a drive that is lost, and does not count. Changed under Volume.mu and Pool.mu.
 	away atomic.Bool
-	// noTable: its record table is on drives that were not there at the mount; nobody knows what it holds. Volume.applyMu.
-	noTable bool
+	// noTable: its record table is on drives that were not there at the mount; nobody knows what it holds.
+	noTable atomic.Bool
 	// condemned: its drive is being forgotten, and no transaction may name its slots. Volume.queueMu.
 	condemned bool
 }
@@ -121,6 +121,8 @@ type Row struct {
 	Drives []uint16 // W
 	Units  []uint64 // W: first unit of each entry
 	Away   bool     // it lies on a drive that is lost
+	// Unknown: its records were on drives that were not there at the mount.
+	Unknown bool
 }
 
 // NoSlot is no slot.
@@ -301,7 +303,7 @@ func (p *Pool) Rows() []Row {
 	for i := range p.highest.Load() {
 		if r := p.byNumber[i].Load(); r != nil {
 			out = append(out, Row{Number: r.number, Drives: append([]uint16(nil), r.drives...),
-				Units: append([]uint64(nil), r.units...), Away: r.away.Load()})
+				Units: append([]uint64(nil), r.units...), Away: r.away.Load(), Unknown: r.noTable.Load()})
 		}
 	}
 	return out
@@ -580,7 +582,7 @@ func (v *Volume) rowUsable(r *row) bool {
 			return false
 		}
 	}
-	return !r.noTable
+	return !r.noTable.Load()
 }
 
 // reviewRows looks at all rows that have to do with a drive whose state has changed. Volume.mu.

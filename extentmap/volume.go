@@ -165,7 +165,9 @@ func (v *Volume) Info() Info {
 		}
 		online++
 		i.TotalBytes += uint64(int(m.region.Segments)-len(m.tables)) * i.SegmentBytes
-		i.FreeBytes += uint64(m.free) * i.SegmentBytes
+		if m.usable() {
+			i.FreeBytes += uint64(m.free) * i.SegmentBytes
+		}
 	}
 	i.Degraded = i.Degraded || len(v.metadata) < min(online, metadataDrives)
 	for _, p := range v.pools {

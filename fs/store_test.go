@@ -29,7 +29,12 @@ func openReal(s fs.Scene) (*gpufile.Store, fs.Payload, fs.Pools, func() error, e
 		return nil, nil, nil, nil, err
 	}
 	payload := daemon.NewPayload(r.volume)
-	r.store.SetVerifier(func(p *gpufile.Pool, slot uint32, seed checksum.Seed) bool { return verify(payload, p, slot) })
+	r.store.SetVerifier(func(p *gpufile.Pool, slot uint32, seed checksum.Seed) gpufile.Verdict {
+		if verify(payload, p, slot) {
+			return gpufile.Intact
+		}
+		return gpufile.Damaged
+	})
 	if s.Big {
 		if err := r.storeBig(payload); err != nil {
 			return nil, nil, nil, nil, err

@@ -250,6 +250,9 @@ func (r *reservation) settleFile(p *Pool, key *Key, f *resFile, err error) {
 	rec := p.m.Record(f.slot)
 	p.publish(f.slot, &rec)
 	p.count.committed.Add(1)
+	if !p.m.Available(f.slot) {
+		p.hide(f.slot) // its drive was lost after the flush
+	}
 	for _, o := range w.orphans {
 		p.adopt(o)
 	}

@@ -259,6 +259,9 @@ type candidate struct{ row, cost uint32 }
 func (q *Pool) emptyRow(limit int) (row uint32, ok bool) {
 	var rows, best []candidate
 	for _, r := range q.m.Rows() {
+		if r.Away {
+			continue
+		}
 		rows = append(rows, candidate{r.Number, q.m.SlotsPerRow() - q.m.RowFree(r.Number)})
 	}
 	byCost := func(a, b candidate) int { return cmp.Compare(a.cost, b.cost) }
@@ -307,6 +310,9 @@ func (q *Pool) emptiable(most int64) (rows int64) {
 	for _, r := range q.m.Rows() {
 		if rows >= most {
 			break
+		}
+		if r.Away {
+			continue
 		}
 		if _, ok := q.rowPrice(r.Number); ok {
 			rows++

@@ -27,7 +27,9 @@ const (
 	refOne       uint32 = 1 << 6    // references counted by the policy: two bits
 	refMask      uint32 = 3 << 6
 
-	pinShift        = 8
+	flagAway uint32 = 1 << 8 // committed, and a miss: it lies on a lost drive, or cannot be read
+
+	pinShift        = 9
 	pinOne   uint32 = 1 << pinShift
 	pinsMax  uint32 = 1<<(32-pinShift) - 1
 	// pinsLimit is where everybody's pins end but those of sessions' leases, one for each session.

@@ -43,8 +43,10 @@ type Pool struct {
 
 	files    uint64 // visible
 	reserved uint64 // granted for writing and neither committed nor given back
-	doomed   uint64 // unlinked, still pinned
-	pinned   uint64 // visible or doomed with pins
+	doomed   uint64 // unlinked or away, still pinned
+	pinned   uint64 // visible, doomed or away with pins
+	away     uint64 // files that are away
+	awayRows map[uint32]away
 	count    counters
 }
 
@@ -53,6 +55,7 @@ type counters struct {
 	lookups, hits, misses        atomic.Uint64
 	reserved, committed, aborted atomic.Uint64
 	evicted, doomed, bad         atomic.Uint64
+	unreadable                   atomic.Uint64
 }
 
 // tenantUse is a tenant's part of a pool, for as long as it has one: tenants are numbers of the engines' choosing.
@@ -85,7 +88,7 @@ func newPool(s *Store, m *extentmap.Pool) (*Pool, error) {
 	}
 	p := &Pool{
 		s: s, m: m, identity: id, digest: spec.IdentityDigest, created: time.Unix(0, m.CreationTime()),
-		pending: make(map[Key]pendingFile), tenants: make(map[uint32]*tenantUse),
+		pending: make(map[Key]pendingFile), tenants: make(map[uint32]*tenantUse), awayRows: make(map[uint32]away),
 		growth: growth{draining: none},
 	}
 	p.group = &Group{pools: []*Pool{p}, trailing: []uint32{0}, id: groupID(m.ID())}
@@ -110,6 +113,7 @@ func newPool(s *Store, m *extentmap.Pool) (*Pool, error) {
 		p.close()
 		return nil, fmt.Errorf("pool %q: %w", spec.Name, err)
 	}
+	p.reviewRows()
 	return p, nil
 }
 
@@ -223,6 +227,8 @@ func (p *Pool) unpin(slot uint32) {
 		p.doomed--
 		n.meta = 0
 		p.toFree = append(p.toFree, slot)
+	case n.is(flagAway):
+		p.doomed--
 	case n.is(flagVisible) && !n.is(flagOrphan):
 		p.policy.unpinned(slot)
 	}

@@ -241,10 +241,13 @@ func checkPool(t testing.TB, p *Pool) {
 	p.orphans.each(note("orphans"))
 	require.Equal(t, len(listed), p.policy.len()+p.orphans.n)
 	require.EqualValues(t, p.files, len(listed))
-	var files, reserved, doomed, pinned, indexed int
+	var files, reserved, doomed, pinned, away, held, indexed int
 	use := make(map[uint32]uint64)
 	for i := range p.nodes.s {
 		slot, n := uint32(i), &p.nodes.s[i]
+		if n.is(flagReserved|flagDoomed|flagAway|flagVisible) && p.m.Available(slot) {
+			held++
+		}
 		if n.is(flagReserved) {
 			reserved++
 			continue
@@ -255,6 +258,13 @@ func checkPool(t testing.TB, p *Pool) {
 		if n.is(flagDoomed) {
 			doomed++
 			require.NotZero(t, n.pins())
+		}
+		if n.is(flagAway) {
+			away++
+			require.False(t, n.is(flagVisible|flagDoomed))
+			if n.pins() > 0 {
+				doomed++
+			}
 		}
 		if !n.is(flagVisible) {
 			require.Empty(t, listed[slot])
@@ -288,6 +298,7 @@ func checkPool(t testing.TB, p *Pool) {
 	require.EqualValues(t, p.files, indexed)
 	require.EqualValues(t, p.reserved, reserved)
 	require.EqualValues(t, p.doomed, doomed)
+	require.EqualValues(t, p.away, away)
 	require.EqualValues(t, p.pinned, pinned)
 	charged := uint64(0)
 	for tenant, u := range p.tenants {
@@ -296,7 +307,7 @@ func checkPool(t testing.TB, p *Pool) {
 	}
 	require.Equal(t, p.files+p.reserved, charged)
 	_, _, used := p.m.Counts()
-	require.EqualValues(t, files+reserved+doomed+len(p.toFree)+len(p.growth.parked), used)
+	require.EqualValues(t, held+len(p.toFree)+len(p.growth.parked), used)
 	c := &p.count
 	require.Equal(t, c.lookups.Load(), c.hits.Load()+c.misses.Load())
 }

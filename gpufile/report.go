@@ -19,14 +19,25 @@ type report struct {
 	ticket *extentmap.Ticket
 }
 
-// SetVerifier installs the function that rereads a slot and says whether its bytes are intact.
-func (s *Store) SetVerifier(verify func(p *Pool, slot uint32, seed checksum.Seed) bool) {
+// Verdict is what rereading a file came to.
+type Verdict uint8
+
+const (
+	Intact Verdict = iota
+	// Damaged: what was read is not what was stored.
+	Damaged
+	// Unreadable: the drive does not give its bytes, which may be right.
+	Unreadable
+)
+
+// SetVerifier installs the function that rereads a slot and judges its bytes.
+func (s *Store) SetVerifier(verify func(p *Pool, slot uint32, seed checksum.Seed) Verdict) {
 	s.verify.Store(&verify)
 }
 
 // ReportBad: a reader found damage. The store's worker rereads the file outside all locks, and evicts it if the
 // damage is there; the ticket is done when that is durable, or when the file proved intact. Only one reader's word
-// never evicts.
+// never evicts, and neither does a drive that fails: what it does not give is a miss, and stays in the records.
 func (m *Member) ReportBad(p *Pool, slot uint32, generation uint64) (*extentmap.Ticket, error) {
 	if err := m.lock(); err != nil {
 		return nil, err
@@ -70,16 +81,23 @@ func (s *Store) workReports() {
 	}
 }
 
-// settle evicts a damaged file, and ends the pin.
-func (r *report) settle(intact bool) {
+// settle evicts a damaged file, hides an unreadable one, and ends the pin.
+func (r *report) settle(verdict Verdict) {
 	p := r.p
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !intact {
+	visible := p.nodes.s[r.slot].is(flagVisible)
+	switch verdict {
+	case Damaged:
 		p.count.bad.Add(1)
-		if p.nodes.s[r.slot].is(flagVisible) && !p.s.readOnly {
+		if visible && !p.s.readOnly {
 			p.doom(r.slot)
 			p.count.doomed.Add(1)
+		}
+	case Unreadable:
+		p.count.unreadable.Add(1)
+		if visible {
+			p.hide(r.slot)
 		}
 	}
 	p.unpin(r.slot)

@@ -587,12 +587,12 @@ func TestReportBad(t *testing.T) {
 	_, err := m.ReportBad(p, slot, generation)
 	require.ErrorIs(t, err, ErrInvalid, "nobody can verify")
 	info, _ := p.Stat(slot, generation, 64)
-	intact := true
-	w.s.SetVerifier(func(q *Pool, s uint32, seed checksum.Seed) bool {
+	verdict := Intact
+	w.s.SetVerifier(func(q *Pool, s uint32, seed checksum.Seed) Verdict {
 		require.Equal(t, p, q)
 		require.Equal(t, slot, s)
 		require.Equal(t, p.Seed(&info), seed)
-		return intact
+		return verdict
 	})
 	_, err = m.ReportBad(p, slot, generation+1)
 	require.ErrorIs(t, err, ErrNotFound)
@@ -602,7 +602,7 @@ func TestReportBad(t *testing.T) {
 	require.NoError(t, err)
 	w.done(ticket)
 	require.EqualValues(t, 3, p.Stats().Files, "one reader's word does not evict")
-	intact = false
+	verdict = Damaged
 	ticket, err = m.ReportBad(p, slot, generation)
 	require.NoError(t, err)
 	w.done(ticket)

@@ -12,8 +12,9 @@ import (
 type Stats struct {
 	Lookups, Hits, Misses              uint64 // blocks asked of Pin
 	Reserved, Committed, Aborted       uint64
-	Evicted, Doomed, Bad               uint64
+	Evicted, Doomed, Bad, Unreadable   uint64
 	Files, FilesPinned, FilesReserved  uint64 // gauges
+	FilesAway                          uint64 // likewise: committed, on lost drives or unreadable
 	SlotsFree, SlotsFreeing, SlotsUsed uint64
 	BytesUsed, BytesCapacity           uint64 // capacity: what the pool could hold now at its maximum
 }
@@ -27,6 +28,7 @@ func (p *Pool) Stats() Stats {
 		Lookups: c.lookups.Load(), Hits: c.hits.Load(), Misses: c.misses.Load(),
 		Reserved: c.reserved.Load(), Committed: c.committed.Load(), Aborted: c.aborted.Load(),
 		Evicted: c.evicted.Load(), Doomed: c.doomed.Load(), Bad: c.bad.Load(),
+		Unreadable: c.unreadable.Load(), FilesAway: p.away,
 		Files: p.files, FilesPinned: p.pinned, FilesReserved: p.reserved,
 	}
 	free, freeing, used := p.m.Counts()

@@ -50,7 +50,7 @@ type Store struct {
 	sessions    map[uint32]*session
 	lastSession uint32
 
-	verify  atomic.Pointer[func(*Pool, uint32, checksum.Seed) bool]
+	verify  atomic.Pointer[func(*Pool, uint32, checksum.Seed) Verdict]
 	reports chan report
 	wishes  chan wish
 	wake    chan struct{}
@@ -93,8 +93,9 @@ func Open(v *extentmap.Volume, o Options) (*Store, error) {
 			return nil, err
 		}
 	}
-	s.workers.Add(3)
+	s.workers.Add(4)
 	go s.work()
+	go s.watchRows()
 	go s.workReports()
 	go s.workRows()
 	return s, nil

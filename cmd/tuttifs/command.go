@@ -52,7 +52,8 @@ func newFlags(name string) *pflag.FlagSet {
 
 // commands is the table of verbs, in the order of the help.
 var commands = []func() *command{
-	newMkfs, newMount, newUmount, newFsck, newInfo, newStatus, newLs, newPrefixes, newEvict, newReplay, newTrace,
+	newMkfs, newMount, newUmount, newFsck, newInfo, newStatus, newLs, newPrefixes, newEvict,
+	newDriveList, newDriveAdd, newDriveReplace, newDriveForget, newReplay, newTrace,
 	newBenchMeta, newBenchRings, newBenchGPU,
 }
 
@@ -188,7 +189,7 @@ func printUsage(w io.Writer) {
 	fmt.Fprint(w, "tuttifs: a filesystem for LLM KV cache on NVMe\n\nusage: tuttifs COMMAND [FLAGS] [ARGUMENTS]\n\n")
 	for _, mk := range commands {
 		c := mk()
-		fmt.Fprintf(w, "  %-12s %s\n", c.name, c.summary)
+		fmt.Fprintf(w, "  %-14s %s\n", c.name, c.summary)
 	}
 	fmt.Fprint(w, "\n'tuttifs COMMAND --help' describes one; 'tuttifs --version' says which this is.\n")
 }

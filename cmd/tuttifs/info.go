@@ -84,7 +84,7 @@ func mountInfo(dir string) (*infoDocument, error) {
 
 // driveInfo opens a volume that is not mounted.
 func driveInfo(paths []string) (doc *infoDocument, err error) {
-	v, err := extentmap.Open(paths, extentmap.Options{ReadOnly: true})
+	v, err := extentmap.Open(paths, extentmap.Options{ReadOnly: true, Degraded: true})
 	if errors.Is(err, drive.ErrBusy) || errors.Is(err, extentmap.ErrBusy) {
 		return nil, fmt.Errorf("%w; or ask its mount point instead", err)
 	}
@@ -124,6 +124,9 @@ func (d *infoDocument) print(e *env) {
 	if d.Draft {
 		marks = append(marks, "draft format")
 	}
+	if d.Degraded {
+		marks = append(marks, "degraded")
+	}
 	row("state", "%s", orDash(strings.Join(marks, ", ")))
 	row("epoch", "%d", d.Epoch)
 	row("rows", "of %d entries, segments of %s", d.Width, humanBytes(d.SegmentBytes))
@@ -132,16 +135,26 @@ func (d *infoDocument) print(e *env) {
 		d.Space.Files)
 	w.Flush()
 	e.printf("\n")
-	fmt.Fprintf(w, "DRIVE\tNAME\tKIND\tSIZE\tBLOCKS\tI/O\tNOT IN POOLS\tERRORS\n")
+	fmt.Fprintf(w, "DRIVE\tNAME\tSTATE\tKIND\tSIZE\tBLOCKS\tI/O\tNOT IN POOLS\tERRORS\n")
 	for _, dr := range d.Drives {
 		mode := "buffered"
 		if dr.Direct {
 			mode = "direct"
 		}
-		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%s\t%.0f%%\t%d\n", dr.Index, dr.Name, dr.Kind, humanBytes(dr.Bytes),
-			dr.LBABytes, mode, 100*ratio(uint64(dr.FreeSegments), uint64(dr.Segments)), dr.ReadErrors+dr.WriteErrors)
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%.0f%%\t%d\n", dr.Index, orDash(dr.Name), driveState(&dr), dr.Kind,
+			humanBytes(dr.Bytes), dr.LBABytes, mode, 100*ratio(uint64(dr.FreeSegments), uint64(dr.Segments)),
+			dr.ReadErrors+dr.WriteErrors)
 	}
 	w.Flush()
+	for _, dr := range d.Drives {
+		if dr.Cause != "" {
+			e.printf("drive %d is %s: %s\n", dr.Index, dr.State, dr.Cause)
+		}
+	}
+	if d.RowsUnavailable > 0 {
+		e.printf("%d rows are on lost drives; their files are misses until 'tuttifs drive add' brings the drives back\n",
+			d.RowsUnavailable)
+	}
 	if len(d.Pools) == 0 {
 		e.printf("\nno pools yet: engines make them\n")
 		return

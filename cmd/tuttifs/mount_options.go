@@ -47,6 +47,18 @@ var mountOptionTable = []mountOption{
 		s.daemon.ReadOnly = false
 		return nil
 	}},
+	{"degraded", "", "mount without drives that are missing, if at least half are there",
+		func(s *mountSettings, _ string) error {
+			s.daemon.Degraded = true
+			return nil
+		}},
+	{"drive_timeout", "SECONDS", "how long a drive may take for one operation before it is given up (default 30)",
+		func(s *mountSettings, v string) error {
+			n := 0
+			err := parsePositive(v, 86400, &n)
+			s.daemon.DriveTimeout = time.Duration(n) * time.Second
+			return err
+		}},
 	{"volume", "LABEL|UUID", "the volume, when SPEC is none", func(s *mountSettings, v string) error {
 		s.volume = v
 		return nil

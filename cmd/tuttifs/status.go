@@ -66,6 +66,10 @@ func (d *statusDocument) print(e *env) {
 	row("commands", "%d reads of %s, %d writes of %s, %d failed, %d refused", io.Reads, humanBytes(io.BytesRead),
 		io.Writes, humanBytes(io.BytesWritten), io.Errors, io.Refused)
 	row("drive errors", "%d reading, %d writing", d.ReadErrors, d.WriteErrors)
+	if d.Degraded != 0 {
+		row("degraded", "%d drives lost, %d rows and %d files unavailable; see 'tuttifs drive list'", d.DrivesLost,
+			d.RowsAway, t.FilesAway)
+	}
 	row("journal", "%s in use, %d transactions, %d checkpoints", humanBytes(d.JournalUsed), d.Transactions, d.Checkpoints)
 	w.Flush()
 	if len(d.Pools) > 0 {

@@ -1,0 +1,219 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+
+	"tuttifs/daemon"
+)
+
+// driveOptions are those of all verbs about drives.
+type driveOptions struct{ force, json bool }
+
+// driveResult is what the verbs print with --json.
+type driveResult struct {
+	OutputVersion int    `json:"output_version"`
+	Index         uint16 `json:"index"`
+}
+
+func newDriveAdd() *command {
+	o := &driveOptions{}
+	f := newFlags("drive add")
+	f.BoolVarP(&o.force, "force", "f", false, "overwrite what the drive holds")
+	f.BoolVar(&o.json, "json", false, "print as JSON")
+	return &command{
+		name: "drive add", synopsis: "[FLAGS] MOUNT PATH", summary: "give a mounted volume another drive",
+		exits: &plainExits, flags: f,
+		long: `
+Makes PATH a drive of the mounted volume: a new one, which must be empty unless --force is given, or
+one of its own that was lost and is there again. A new drive takes new files. One that comes back
+brings its files back, and its copy of the metadata is written anew.
+
+Engines that are attached do not know a drive that was added. It gets no files before the last of
+them has ended or attached anew; until then 'tuttifs drive list' shows it as waiting.`,
+		example: `tuttifs drive add /mnt/kv /dev/nvme4n1`,
+		run: func(ctx context.Context, e *env, args []string) error {
+			if len(args) != 2 {
+				return usagef("name a mount point and a drive")
+			}
+			return o.change(ctx, e, args[0], &daemon.DriveRequest{Verb: "add", Path: args[1]}, "drive %d added\n")
+		},
+	}
+}
+
+func newDriveReplace() *command {
+	o := &driveOptions{}
+	f := newFlags("drive replace")
+	f.BoolVarP(&o.force, "force", "f", false, "overwrite what the drive holds")
+	f.BoolVar(&o.json, "json", false, "print as JSON")
+	return &command{
+		name: "drive replace", synopsis: "[FLAGS] MOUNT DRIVE PATH", summary: "put a drive in another one's place",
+		exits: &plainExits, flags: f,
+		long: `
+Adds PATH to the mounted volume and forgets DRIVE, a number that 'tuttifs drive list' shows: what
+'tuttifs drive add' and 'tuttifs drive forget' do, in this order. The files on DRIVE are not copied:
+those that it still has are evicted. Metadata is never lost by it.`,
+		example: `tuttifs drive replace /mnt/kv 2 /dev/nvme4n1`,
+		run: func(ctx context.Context, e *env, args []string) error {
+			if len(args) != 3 {
+				return usagef("name a mount point, the number of a drive, and a drive")
+			}
+			index, err := driveNumber(args[1])
+			if err != nil {
+				return err
+			}
+			return o.change(ctx, e, args[0], &daemon.DriveRequest{Verb: "replace", Index: index, Path: args[2]},
+				"drive %d is in its place\n")
+		},
+	}
+}
+
+func newDriveForget() *command {
+	o := &driveOptions{}
+	f := newFlags("drive forget")
+	f.BoolVar(&o.json, "json", false, "print as JSON")
+	return &command{
+		name: "drive forget", synopsis: "[FLAGS] MOUNT DRIVE", summary: "take a drive out of a mounted volume",
+		exits: &plainExits, flags: f,
+		long: `
+Takes DRIVE, a number that 'tuttifs drive list' shows, out of the mounted volume, whether it is lost
+or in use. The files on it, and those in rows that it shares with other drives, are evicted; readers
+of them are waited for, for up to two minutes. A copy of the metadata on it moves to another drive.
+When it returns, the drive is empty for others to use; a lost one is passed over by later mounts.`,
+		example: `tuttifs drive forget /mnt/kv 2`,
+		run: func(ctx context.Context, e *env, args []string) error {
+			if len(args) != 2 {
+				return usagef("name a mount point and the number of a drive")
+			}
+			index, err := driveNumber(args[1])
+			if err != nil {
+				return err
+			}
+			return o.change(ctx, e, args[0], &daemon.DriveRequest{Verb: "forget", Index: index}, "drive %d forgotten\n")
+		},
+	}
+}
+
+func newDriveList() *command {
+	o := &driveOptions{}
+	f := newFlags("drive list")
+	f.BoolVar(&o.json, "json", false, "print as JSON")
+	return &command{
+		name: "drive list", synopsis: "[FLAGS] MOUNT", summary: "list the drives of a mounted volume and their state",
+		exits: &plainExits, flags: f,
+		long: `
+Lists the drives: whether they are online, lost (they failed, or were not there at the mount; nothing
+is asked of them), leaving (being forgotten), or waiting (added, and without files until the engines
+that do not know them have ended), and what each has failed to do since the mount.`,
+		example: `tuttifs drive list /mnt/kv`,
+		run: func(_ context.Context, e *env, args []string) error {
+			if len(args) != 1 {
+				return usagef("name a mount point")
+			}
+			var doc daemon.DrivesDocument
+			if err := readStatus(args[0], "drives", &doc); err != nil {
+				return err
+			}
+			if o.json {
+				return printJSON(e.stdout, doc)
+			}
+			w := table(e.stdout)
+			fmt.Fprintf(w, "DRIVE\tSTATE\tMETADATA\tSIZE\tREADS FAILED\tWRITES FAILED\tTIMED OUT\tNAME\n")
+			for i := range doc.Drives {
+				d := &doc.Drives[i]
+				metadata := "-"
+				if d.Metadata {
+					metadata = "copy"
+				}
+				fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%d\t%d\t%d\t%s\n", d.Index, driveState(d), metadata, humanBytes(d.Bytes),
+					d.ReadErrors, d.WriteErrors, d.Timeouts, orDash(d.Name))
+			}
+			return w.Flush()
+		},
+	}
+}
+
+// driveState is one word for people.
+func driveState(d *daemon.DriveDocument) string {
+	if d.State == "online" && d.Held {
+		return "waiting"
+	}
+	return d.State
+}
+
+func driveNumber(text string) (uint16, error) {
+	n, err := strconv.ParseUint(text, 10, 16)
+	if err != nil {
+		return 0, usagef("%q is not the number of a drive; 'tuttifs drive list' shows them", text)
+	}
+	return uint16(n), nil
+}
+
+// change sends a request to the daemon of a mount and waits for its answer.
+func (o *driveOptions) change(ctx context.Context, e *env, mount string, r *daemon.DriveRequest, done string) error {
+	r.Version, r.Force = daemon.DriveProtocol, o.force
+	if r.Path != "" {
+		abs, err := filepath.Abs(r.Path)
+		if err != nil {
+			return err
+		}
+		if r.Path, err = filepath.EvalSymlinks(abs); err != nil {
+			return err
+		}
+		if err := refuseMounted(r.Path); err != nil {
+			return err
+		}
+	}
+	reply, err := askDaemon(ctx, mount, r)
+	if err != nil {
+		return err
+	}
+	if o.json {
+		return printJSON(e.stdout, driveResult{outputVersion, reply.Index})
+	}
+	e.printf(done, reply.Index)
+	return nil
+}
+
+// askDaemon speaks to the daemon of a mount.
+func askDaemon(ctx context.Context, mount string, r *daemon.DriveRequest) (reply daemon.DriveReply, err error) {
+	var volume daemon.VolumeDocument
+	var options daemon.OptionsDocument
+	if err := readStatus(mount, "volume", &volume); err != nil {
+		return reply, err
+	}
+	if err := readStatus(mount, "options", &options); err != nil {
+		return reply, err
+	}
+	if volume.ReadOnly {
+		return reply, fmt.Errorf("%s is mounted read-only: its drives cannot be changed", mount)
+	}
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", daemon.DriveSocketPath(options.SocketDir, volume.UUID))
+	if err != nil {
+		if errors.Is(err, os.ErrPermission) {
+			return reply, fmt.Errorf("%w (the one who mounted it may, and root)", err)
+		}
+		return reply, err
+	}
+	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
+	if err := json.NewEncoder(conn).Encode(r); err != nil {
+		return reply, err
+	}
+	if err := json.NewDecoder(conn).Decode(&reply); err != nil {
+		if ctx.Err() != nil {
+			return reply, ctx.Err()
+		}
+		return reply, fmt.Errorf("the daemon gave no answer: %w", err)
+	}
+	if reply.Error != "" {
+		return reply, errors.New(reply.Error)
+	}
+	return reply, nil
+}
