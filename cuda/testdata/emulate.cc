@@ -14,15 +14,22 @@ namespace emulate {
 static const size_t stackBytes = 64 << 10;
 
 Fiber *fibers;
-static ucontext_t scheduler;
-static unsigned count, running, waiting, alive;
+static jmp_buf scheduler;
+static unsigned running, waiting, alive;
 static bool gathered, answer;
 static unsigned long long round_; // of the block's barrier
 static std::function<void()> body;
 
 void rest() {
-	Fiber &f = fibers[running];
-	swapcontext(&f.context, &scheduler);
+	if (_setjmp(fibers[running].place) == 0) _longjmp(scheduler, 1);
+}
+
+// resume goes on with a fiber until it rests or ends. Contexts only begin fibers: to switch them takes system calls.
+static void resume(Fiber &f) {
+	if (_setjmp(scheduler) != 0) return;
+	if (f.begun) _longjmp(f.place, 1);
+	f.begun = true;
+	setcontext(&f.context);
 }
 
 static void release() {
@@ -65,13 +72,12 @@ static void start() {
 	Fiber &f = fibers[running];
 	f.done = true;
 	if (--alive > 0 && waiting == alive) release();
-	swapcontext(&f.context, &scheduler);
+	_longjmp(scheduler, 1);
 }
 
 // run runs a grid, a block after another. Fibers are taken in an order that changes from round to round.
 static void run(unsigned grid, unsigned block, std::function<void()> f) {
 	body = f;
-	count = block;
 	fibers = new Fiber[block]();
 	for (unsigned i = 0; i < block; i++) fibers[i].stack = static_cast<char *>(malloc(stackBytes));
 	gridDim.x = grid;
@@ -82,7 +88,7 @@ static void run(unsigned grid, unsigned block, std::function<void()> f) {
 		waiting = 0;
 		for (unsigned i = 0; i < block; i++) {
 			Fiber &f = fibers[i];
-			f.done = false;
+			f.done = f.begun = false;
 			f.turn = f.exchanges = 0;
 			getcontext(&f.context);
 			f.context.uc_stack.ss_sp = f.stack;
@@ -95,7 +101,7 @@ static void run(unsigned grid, unsigned block, std::function<void()> f) {
 				running = sweep % 2 ? block - 1 - i : i;
 				if (fibers[running].done) continue;
 				threadIdx.x = running;
-				swapcontext(&scheduler, &fibers[running].context);
+				resume(fibers[running]);
 			}
 		}
 	}

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <csetjmp>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -37,9 +38,9 @@ namespace emulate {
 
 struct Fiber {
 	ucontext_t context;
+	jmp_buf place; // where it rests
 	char *stack;
-	bool done;
-	bool waits; // at the block's barrier
+	bool begun, done;
 	unsigned long long value[2];
 	unsigned turn; // which of the values the next exchange uses
 	unsigned exchanges;
