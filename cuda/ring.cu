@@ -1,5 +1,5 @@
-// Kernels of the ring. params.go documents what each does and holds their parameters; docs/checksum.md defines the sums;
-// cudatest has every kernel again in Go, and its tests run both on the same inputs.
+// Kernels of the ring. params.go documents what each does and holds their parameters; docs/checksum.md defines the
+// sums; cudatest has every kernel again in Go, and its tests run both on the same inputs.
 //
 // Host memory is far: a load from it takes a microsecond or two. So a block reads what it needs to know about many
 // objects at once, one object a thread, keeps that in shared memory and then moves bytes by whole warps.
@@ -126,10 +126,78 @@ struct PollParams {
 	u8 write, sgl, zero[6];
 };
 
-static_assert(sizeof(Ioctx) == 16 && sizeof(Object) == 16 && sizeof(Run) == 16 && sizeof(Cells) == 16, "params.go");
-static_assert(sizeof(Region) == 48 && sizeof(Tables) == 64 && sizeof(Chunk) == 24 && sizeof(Queue) == 56, "params.go");
-static_assert(sizeof(BuildParams) == 168 && sizeof(Sums) == 48 && sizeof(MoveParams) == 168, "params.go");
-static_assert(sizeof(Strided) == 24 && sizeof(RegisterParams) == 56 && sizeof(PollParams) == 232, "params.go");
+// SIZE and PLACE are compared with params.go by a test of cudatest, which reads these lines.
+#define SIZE(type, bytes) static_assert(sizeof(type) == bytes, "params.go");
+#define PLACE(type, field, offset) static_assert(__builtin_offsetof(type, field) == offset, "params.go");
+
+SIZE(Ioctx, 16)
+SIZE(Object, 16)
+SIZE(Region, 48)
+SIZE(Run, 16)
+SIZE(Tables, 64)
+SIZE(Cells, 16)
+SIZE(Chunk, 24)
+SIZE(Queue, 56)
+SIZE(BuildParams, 168)
+SIZE(Sums, 48)
+SIZE(MoveParams, 168)
+SIZE(Strided, 24)
+SIZE(RegisterParams, 56)
+SIZE(PollParams, 232)
+PLACE(Ioctx, slot, 8)
+PLACE(Ioctx, flags, 14)
+PLACE(Object, units, 8)
+PLACE(Object, position, 10)
+PLACE(Region, tableIO, 24)
+PLACE(Region, prpIO, 32)
+PLACE(Region, listBytes, 40)
+PLACE(Region, kind, 44)
+PLACE(Region, generation, 45)
+PLACE(Region, direct, 46)
+PLACE(Region, padded, 47)
+PLACE(Run, bytes, 8)
+PLACE(Tables, regions, 24)
+PLACE(Tables, slotUnits, 32)
+PLACE(Tables, entryCount, 40)
+PLACE(Tables, objectCount, 48)
+PLACE(Tables, slotsPerRow, 60)
+PLACE(Cells, stride, 8)
+PLACE(Cells, group, 12)
+PLACE(Chunk, first, 8)
+PLACE(Chunk, lane, 16)
+PLACE(Queue, sqTail, 16)
+PLACE(Queue, mask, 32)
+PLACE(Queue, phase, 44)
+PLACE(Queue, lbaShift, 52)
+PLACE(BuildParams, ioctxs, 80)
+PLACE(BuildParams, outcomes, 112)
+PLACE(BuildParams, done, 120)
+PLACE(BuildParams, prpDMA, 136)
+PLACE(BuildParams, chunkCount, 144)
+PLACE(BuildParams, cellBytes, 156)
+PLACE(BuildParams, sgl, 161)
+PLACE(Sums, ordinals, 24)
+PLACE(Sums, rank, 40)
+PLACE(MoveParams, sums, 80)
+PLACE(MoveParams, ioctxs, 128)
+PLACE(MoveParams, done, 152)
+PLACE(MoveParams, chunkCount, 160)
+PLACE(Strided, bytes, 16)
+PLACE(RegisterParams, lists, 16)
+PLACE(RegisterParams, classes, 40)
+PLACE(RegisterParams, listBytes, 48)
+PLACE(PollParams, sums, 64)
+PLACE(PollParams, ioctxs, 112)
+PLACE(PollParams, cells, 128)
+PLACE(PollParams, outcomes, 144)
+PLACE(PollParams, statuses, 152)
+PLACE(PollParams, done, 160)
+PLACE(PollParams, stop, 168)
+PLACE(PollParams, prpBase, 176)
+PLACE(PollParams, prpDMA, 184)
+PLACE(PollParams, count, 200)
+PLACE(PollParams, depth, 220)
+PLACE(PollParams, sgl, 225)
 
 enum { RegionNone, RegionFlat, RegionTable };
 
