@@ -53,7 +53,7 @@ __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pa
 
 // One warp a row; blocks of whole warps.
 KERNEL tuttifs_bench_step(const BenchStep p) {
-  __shared__ float x[STEP_WIDTH];
+  __shared__ __align__(16) float x[STEP_WIDTH];
   const float* from = reinterpret_cast<const float*>(p.x);
   for (u32 i = threadIdx.x; i < STEP_WIDTH; i += blockDim.x) x[i] = from[i];
   __syncthreads();
@@ -64,9 +64,9 @@ KERNEL tuttifs_bench_step(const BenchStep p) {
 #pragma unroll 4
     for (u32 i = lane; i < STEP_WIDTH / 8; i += 32) {
       const uint4 v = w[i];
-      const float* at = x + i * 8;
-      sum += low_bf16(v.x) * at[0] + high_bf16(v.x) * at[1] + low_bf16(v.y) * at[2] + high_bf16(v.y) * at[3];
-      sum += low_bf16(v.z) * at[4] + high_bf16(v.z) * at[5] + low_bf16(v.w) * at[6] + high_bf16(v.w) * at[7];
+      const float4 a = reinterpret_cast<const float4*>(x)[i * 2], b = reinterpret_cast<const float4*>(x)[i * 2 + 1];
+      sum += low_bf16(v.x) * a.x + high_bf16(v.x) * a.y + low_bf16(v.y) * a.z + high_bf16(v.y) * a.w;
+      sum += low_bf16(v.z) * b.x + high_bf16(v.z) * b.y + low_bf16(v.w) * b.z + high_bf16(v.w) * b.w;
     }
     for (int offset = 16; offset > 0; offset >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
     if (lane == 0) reinterpret_cast<float*>(p.y)[row] = sum;
