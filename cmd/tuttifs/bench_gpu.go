@@ -28,6 +28,7 @@ type benchGPUOptions struct {
 	bounce  sizeFlag
 	dir     string
 	output  string
+	limit   time.Duration
 
 	open  func() (*cuda.Driver, error)
 	scale gpuScale
@@ -72,6 +73,7 @@ func newBenchGPU() *command {
 	f.Var(&o.staging, "staging", "device memory between the copy engine and the pool")
 	f.Var(&o.bounce, "bounce", "memory of the bounce cells")
 	f.StringVar(&o.dir, "dir", "", "directory `DIR` on ext4 for cuFile's file (default: that of the system)")
+	f.DurationVar(&o.limit, "limit", 0, "`TIME` after which what is left is left out (default 5m, with --quick 90s)")
 	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
 	f.StringVarP(&o.output, "output", "o", "", "write the figures to `FILE` as JSON as well, after each part")
 	f.BoolVar(&o.json, "json", false, "print the figures as JSON")
@@ -131,6 +133,12 @@ func (o *benchGPUOptions) plan() {
 	if o.pollers == 0 {
 		o.pollers = max(1, min(8, runtime.GOMAXPROCS(0)/o.gpus-4))
 	}
+	if o.limit == 0 {
+		o.limit = 5 * time.Minute
+		if o.quick {
+			o.limit = 90 * time.Second
+		}
+	}
 	if o.scale.rounds != 0 {
 		return
 	}
@@ -168,6 +176,8 @@ func (o *benchGPUOptions) validate() error {
 		return usagef("--pollers is %d, want 1 to 256", o.pollers)
 	case o.lanes < 1 || o.lanes > gio.LanesMax:
 		return usagef("--lanes is %d, want 1 to %d", o.lanes, gio.LanesMax)
+	case o.limit < 0:
+		return usagef("--limit is %v, want a positive time", o.limit)
 	case o.runs != 1 && o.runs != 2:
 		return usagef("--runs is %d, want 1 or 2", o.runs)
 	case o.layer < least || o.layer > most || o.layer%least != 0:
@@ -204,7 +214,9 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 	// CUDA's contexts are per thread.
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	b := &gpuBench{o: o, ctx: ctx, driver: driver}
+	limited, cancel := context.WithTimeout(ctx, o.limit)
+	defer cancel()
+	b := &gpuBench{o: o, ctx: limited, driver: driver}
 	defer func() { err = errors.Join(err, b.close()) }()
 	if err := b.open(); err != nil {
 		return err
@@ -217,9 +229,16 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 			continue
 		}
 		begin := time.Now()
-		err := part.run(b)
+		err := b.ctx.Err()
+		if err == nil {
+			err = part.run(b)
+		}
 		if ctx.Err() != nil {
 			return ctx.Err()
+		}
+		if b.ctx.Err() != nil && !errors.Is(err, errGPUBytes) {
+			b.report.note("the time is over (--limit %v): %s is not complete", o.limit, part.name)
+			err = nil
 		}
 		took := time.Since(begin).Seconds()
 		b.report.Seconds = append(b.report.Seconds, gpuSeconds{part.name, took})

@@ -85,6 +85,9 @@ func (b *gpuBench) newRig(gpu *gpuDevice, image *gpuImage, s gpuSetup) (r *gpuRi
 // gpuDMAExtra is for what a ring keeps for itself besides its cells: PRP lists and scratch for trailers.
 const gpuDMAExtra = 8 << 20
 
+// gpuDeadline bounds what the bench waits for when something is wrong.
+const gpuDeadline = 10 * time.Second
+
 // lanes makes queues and DMA memory.
 func (r *gpuRig) lanes(s gpuSetup) (c gio.RingConfig, err error) {
 	controllers, err := r.image.volume.controllers(s.inOrder)
@@ -97,7 +100,7 @@ func (r *gpuRig) lanes(s gpuSetup) (c gio.RingConfig, err error) {
 	}
 	c = gio.RingConfig{
 		DMA: dma, DMABase: benchDMABase, BounceBytes: s.bounce, SGL: !s.prp,
-		Armed: &r.armed, Wake: &r.wake, Quiesce: r.quiesce,
+		Armed: &r.armed, Wake: &r.wake, Quiesce: r.quiesce, Deadline: gpuDeadline,
 	}
 	for range s.lanes {
 		var lane []gio.Queue
