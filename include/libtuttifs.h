@@ -206,8 +206,8 @@ int tuttifs_pool_stats(tuttifs_pool_t pool, struct tuttifs_pool_stats *stats);
  * Memory
  */
 
-/* Registers host memory. Outside tuttifs_session_dma it is reached through bounce cells. The caller keeps it mapped until
- * tuttifs_unregister. TUTTIFS_PADDED (memory of tuttifs_session_dma only): every object has room for whole 4-KiB units,
+/* Registers host memory. Outside tuttifs_session_dma it is reached through bounce cells. The caller keeps it mapped
+ * until tuttifs_unregister. TUTTIFS_PADDED (memory of tuttifs_session_dma only): every object has room for whole 4-KiB units,
  * of which up to 4,095 bytes behind its payload are overwritten, so that odd lengths are reached directly too. */
 #define TUTTIFS_PADDED 1u
 int tuttifs_register_host(tuttifs_session_t session, void *memory, uint64_t bytes, uint32_t flags,
@@ -224,7 +224,8 @@ struct tuttifs_strided_run {
 };
 
 /* A paged KV pool. Class c is the rank's c-th object in the order of tuttifs_pool_options.objects (with one object a
- * layer, the layer); its runs are runs[c * runs_per_class ...], in the order of the object's runs and of their lengths. */
+ * layer, the layer); its runs, runs[c * runs_per_class ...], one behind the other are the object. They need not be cut
+ * as the object's own runs are. */
 struct tuttifs_paged {
 	uint32_t size;
 	uint32_t classes;
@@ -306,8 +307,8 @@ int tuttifs_report_bad(tuttifs_pool_t pool, uint32_t slot, uint64_t generation);
  * Layers
  */
 
-/* Prepares the transfer of one rank's objects of some leased files: slot i of the batch is leases[i]. Retrieving (flags 0)
- * reads and verifies the files' trailers first, and waits for them. blocks[i] is the paged memory's block for slot i;
+/* Prepares the transfer of one rank's objects of some leased files: slot i of the batch is leases[i]. Retrieving
+ * (flags 0) reads and verifies the files' trailers first, and waits for them. blocks[i] is the paged memory's block for slot i;
  * memory and blocks are NULL where layers are moved by the _at functions. */
 #define TUTTIFS_STORE 1u
 int tuttifs_layers_open(tuttifs_pool_t pool, uint16_t rank, uint32_t flags, const struct tuttifs_lease *leases,
@@ -332,8 +333,8 @@ int tuttifs_store_layer_at(tuttifs_layers_t layers, uint16_t layer, tuttifs_memo
 
 /* Makes a stream wait for a transfer: for a retrieved layer to be in place, for a stored one to be read out of its
  * blocks. Returns when the device's work for it is enqueued, which is when its bytes have arrived from the drives; the
- * device itself may still be at it. With the CPU executor it waits as tuttifs_wait does, and keeps the transfer; stream is
- * then not used. Slots that fail hold zeros; tuttifs_failed tells after tuttifs_wait. */
+ * device itself may still be at it. With the CPU executor it waits as tuttifs_wait does, and keeps the transfer;
+ * stream is then not used. Slots that fail hold zeros; tuttifs_failed tells after tuttifs_wait. */
 int tuttifs_wait_on(tuttifs_transfer_t transfer, tuttifs_stream_t stream);
 
 /* Waits until a transfer is complete and verified (a store: on the drives) and gives it back, whatever it returns. An

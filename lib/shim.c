@@ -187,7 +187,8 @@ API int tuttifs_retrieve_layer(tuttifs_layers_t layers, uint16_t layer, tuttifs_
 	return GO(goMoveLayer, H(layers), 0, layer, H(after), OUT(transfer));
 }
 
-API int tuttifs_store_layer(tuttifs_layers_t layers, uint16_t layer, tuttifs_event_t after, tuttifs_transfer_t *transfer)
+API int tuttifs_store_layer(tuttifs_layers_t layers, uint16_t layer, tuttifs_event_t after,
+                            tuttifs_transfer_t *transfer)
 {
 	return GO(goMoveLayer, H(layers), TUTTIFS_STORE, layer, H(after), OUT(transfer));
 }
@@ -199,8 +200,9 @@ API int tuttifs_retrieve_layer_at(tuttifs_layers_t layers, uint16_t layer, tutti
 	return GO(goMoveLayerAt, H(layers), 0, layer, H(memory), (uint64_t *)offsets, count, H(after), OUT(transfer));
 }
 
-API int tuttifs_store_layer_at(tuttifs_layers_t layers, uint16_t layer, tuttifs_memory_t memory, const uint64_t *offsets,
-                               uint64_t count, tuttifs_event_t after, tuttifs_transfer_t *transfer)
+API int tuttifs_store_layer_at(tuttifs_layers_t layers, uint16_t layer, tuttifs_memory_t memory,
+                               const uint64_t *offsets, uint64_t count, tuttifs_event_t after,
+                               tuttifs_transfer_t *transfer)
 {
 	return GO(goMoveLayerAt, H(layers), TUTTIFS_STORE, layer, H(memory), (uint64_t *)offsets, count, H(after),
 	          OUT(transfer));

@@ -16,6 +16,7 @@ Hidden states of all new tokens and the logits are compared with those of hbm, b
 """
 
 import argparse
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -43,12 +44,12 @@ def arguments():
     p.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for tiny shapes and the CPU executor")
     p.add_argument("--tokens", type=int, default=65536, help="of the prompt")
     p.add_argument("--layers", type=int, default=32)
-    p.add_argument("--block", type=int, default=64, help="tokens of a block, which is a file: 64 make objects of 256 KiB")
+    p.add_argument("--block", type=int, default=64, help="tokens of a block and file: 64 make objects of 256 KiB")
     p.add_argument("--piece", type=int, default=8192, help="most new tokens of one forward pass")
     p.add_argument("--cached", default="50,75,90,95,98", help="per cent of the prompt")
     p.add_argument("--runs", type=int, default=5, help="of each case, in turn; the median counts")
     p.add_argument("--modes", default="hbm,tuttifs,dram,dram-batch", help="of these, in this order; hbm is needed")
-    p.add_argument("--layout", choices=["kv-first", "blocks-first"], help="of the pool: [2, blocks, ...] or [blocks, 2, ...]")
+    p.add_argument("--layout", choices=["kv-first", "blocks-first"], help="[2, blocks, ...] or [blocks, 2, ...]")
     p.add_argument("--drives", type=int, default=4)
     p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads (default: by the cores)")
     p.add_argument("--staging-mib", type=int, default=0, help="0: the default")
@@ -56,6 +57,7 @@ def arguments():
     p.add_argument("--where", default="/dev/shm", help="directory for the drives")
     p.add_argument("--tuttifs", default=os.path.join(ROOT, "bin/tuttifs"))
     p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so"))
+    p.add_argument("--churn", action="store_true", help="grow and shrink PyTorch's memory meanwhile: no times then")
     p.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     a = p.parse_args()
     a.device = "cuda:0" if a.device == "cuda" else a.device
@@ -250,15 +252,26 @@ class Tuttifs:
     def begin(self, blocks):
         """Looks the first blocks up and begins to restore all their layers."""
         self.request += 1
+        marks = [time.perf_counter()]
         leases = self.pool.pin(self.request, self.keys[:blocks])
+        marks.append(time.perf_counter())
         if len(leases) != blocks:
             raise RuntimeError(f"{len(leases)} of {blocks} blocks found")
         after = self.event()  # the pool's last reader
         self.layers = self.pool.layers(0, leases, self.memory, self.model.table[:blocks].tolist())
+        marks.append(time.perf_counter())
         self.transfers = [self.layers.retrieve(layer, after) for layer in range(self.model.layers)]
+        marks.append(time.perf_counter())
         self.after = after
+        self.phases = dict(zip(("pin", "trailers", "issue"), (y - x for x, y in zip(marks, marks[1:]))))
+        self.phases.update(first=0.0, others=0.0)
         stream = torch.cuda.current_stream() if after else None
-        return lambda layer: self.transfers[layer].wait_on(stream)
+
+        def before(layer):
+            begin = time.perf_counter()
+            self.transfers[layer].wait_on(stream)
+            self.phases["others" if layer else "first"] += time.perf_counter() - begin
+        return before
 
     def end(self):
         for transfer in self.transfers:
@@ -276,7 +289,8 @@ class Tuttifs:
 COPY_EACH = r"""
 #include <stddef.h>
 typedef int (*copy_t)(unsigned long long, const void *, size_t, void *);
-int copy_each(copy_t copy, const unsigned long long *to, const unsigned long long *from, size_t bytes, size_t n, void *stream)
+int copy_each(copy_t copy, const unsigned long long *to, const unsigned long long *from, size_t bytes, size_t n,
+              void *stream)
 {
 	int bad = 0;
 	for (size_t i = 0; i < n && !bad; i++)
@@ -335,8 +349,8 @@ class Dram:
     def fill(self):
         """Takes the blocks out of the pool."""
         for layer, t in enumerate(self.model.pool):
-            both = torch.stack([t.select(self.model.kv_axis, j).index_select(0, self.model.table_device) for j in (0, 1)],
-                               dim=1)
+            k, v = (t.select(self.model.kv_axis, j).index_select(0, self.model.table_device) for j in (0, 1))
+            both = torch.stack([k, v], dim=1)
             self.host[layer].copy_(both.flatten(1).view(torch.uint8))
         torch.cuda.synchronize()
 
@@ -379,6 +393,30 @@ class Dram:
         self.thread.join()
         if self.error:
             raise self.error
+
+
+class Churn:
+    """with Churn(device): PyTorch's device memory grows and shrinks."""
+
+    def __init__(self, device):
+        self.device, self.stop = device, threading.Event()
+        self.thread = threading.Thread(target=self.work)
+
+    def work(self):
+        torch.cuda.set_device(self.device)
+        size = 1
+        while not self.stop.is_set():
+            x = torch.empty(size << 20, dtype=torch.uint8, device=self.device)
+            del x
+            torch.cuda.empty_cache()
+            size = size * 7 % 509 + 1
+
+    def __enter__(self):
+        self.thread.start()
+
+    def __exit__(self, *_):
+        self.stop.set()
+        self.thread.join()
 
 
 class Bench:
@@ -442,7 +480,7 @@ class Bench:
 
     def case(self, cached):
         blocks = self.a.tokens * cached // 100 // self.a.block
-        times = {mode: [] for mode in self.a.modes}
+        times, phases = {mode: [] for mode in self.a.modes}, []
         wanted = None
         for turn in range(1 + self.a.runs):  # the first turn warms up, and is compared
             for mode in sorted(self.a.modes, key=lambda m: m != "hbm"):
@@ -452,6 +490,8 @@ class Bench:
                 self.same(mode, blocks, result, wanted)
                 if turn:
                     times[mode].append(seconds)
+                    if mode == "tuttifs":
+                        phases.append(dict(self.store_of.phases))
         difference = (wanted[1] - self.logits).abs().max() / self.logits.abs().max()
         if difference > 0.1:  # pieces differ, and so does rounding
             raise SystemExit(f"the HBM-resident run's logits are off the recomputed ones by {difference:.2f}")
@@ -464,6 +504,8 @@ class Bench:
         # Runs of one turn are neighbours in time, so their ratios do not see the clocks drift.
         row["ratio_of_pairs"] = {mode: statistics.median(x / y for x, y in zip(times[mode], times["hbm"]))
                                  for mode in self.a.modes}
+        if phases:  # where this process stood and waited
+            row["tuttifs_waits_ms"] = {name: 1e3 * statistics.median(p[name] for p in phases) for name in phases[0]}
         row["runs_ms"] = {mode: [1e3 * s for s in times[mode]] for mode in self.a.modes}
         return row
 
@@ -480,6 +522,10 @@ def table(report):
         print(f"{c['cached_percent']:>6}% {c['new_tokens']:>10}"
               + "".join(f"{c['ttft_ms'][m]:>16.1f}" for m in modes)
               + "".join(f"{ratios[m]:>16.4f}" for m in modes if m != "hbm"))
+    for c in report["cases"]:
+        if "tuttifs_waits_ms" in c:
+            print(f"{c['cached_percent']:>6}% tuttifs waited, ms: "
+                  + ", ".join(f"{name} {ms:.2f}" for name, ms in c["tuttifs_waits_ms"].items()))
     print(f"stored {report['store_bytes'] / 1e9:.2f} GB in {report['store_seconds']:.2f} s; "
           f"registered {report['registration']['runs']} runs in {report['registration']['seconds']:.3f} s with "
           f"{report['registration']['device_bytes']} bytes of device memory")
@@ -498,16 +544,17 @@ def main():
     with RamVolume(a.tuttifs, a.where, a.drives, volume_bytes * 5 // 4 // a.drives + (64 << 20), a.pollers) as volume:
         bench = Bench(a, volume.mount)
         try:
-            report = {"output_version": 1, "device": str(bench.model.device), "executor": bench.store_of.session.describe(),
-                      "torch": torch.__version__, "layers": a.layers, "tokens": a.tokens, "block_tokens": a.block,
+            report = {"output_version": 1, "device": str(bench.model.device),
+                      "executor": bench.store_of.session.describe(), "torch": torch.__version__, "layers": a.layers, "tokens": a.tokens, "block_tokens": a.block,
                       "object_bytes": 2 * bench.model.run_bytes(), "runs": a.runs, "pollers": a.pollers,
                       "registration": bench.store_of.registration, "store_seconds": bench.store_seconds,
                       "store_bytes": 2 * bench.model.run_bytes() * len(bench.model.table) * a.layers, "cases": []}
             if not a.cpu:
                 report["gpu"] = torch.cuda.get_device_name(bench.model.device)
-            for cached in a.cached:
-                note(f"{cached} % cached ...")
-                report["cases"].append(bench.case(cached))
+            with Churn(bench.model.device) if a.churn and not a.cpu else contextlib.nullcontext():
+                for cached in a.cached:
+                    note(f"{cached} % cached ...")
+                    report["cases"].append(bench.case(cached))
             if "tuttifs" in a.modes:
                 report["within_3_percent_to_95"] = all(c["ratio_of_pairs"]["tuttifs"] <= 1.03 for c in report["cases"]
                                                        if c["cached_percent"] <= 95)

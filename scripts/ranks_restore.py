@@ -34,11 +34,12 @@ def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     p.add_argument("--ranks", type=int, default=0, help="default: one for each GPU")
+    p.add_argument("--gpus", type=int, default=0, help="that ranks share, in turn; default: all of the machine")
     p.add_argument("--layers", type=int, default=32)
     p.add_argument("--files", type=int, default=512)
     p.add_argument("--runs", type=int, default=5, help="of each case, in turn; the median counts")
     p.add_argument("--drives", type=int, default=4)
-    p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads for each rank (default: by cores)")
+    p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads for each rank")
     p.add_argument("--where", default="/dev/shm", help="directory for the drives")
     p.add_argument("--tuttifs", default=os.path.join(ROOT, "bin/tuttifs"))
     p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so"))
@@ -52,11 +53,11 @@ class Rank:
     def __init__(self, a, rank, mount, token):
         import torch
         self.torch, self.a, self.rank = torch, a, rank
-        self.device = torch.device("cpu" if a.device == "cpu" else f"cuda:{rank}")
+        self.device = torch.device("cpu" if a.device == "cpu" else f"cuda:{rank % a.gpus}")
         if a.device != "cpu":
             torch.cuda.set_device(self.device)
         self.session = tt.Session(tt.Library(a.lib), mount, token=token, flags=0 if a.device == "cpu" else tt.GPU,
-                                  device=None if a.device == "cpu" else str(rank).encode())
+                                  device=None if a.device == "cpu" else str(rank % a.gpus).encode())
         self.run = BLOCK_TOKENS * HEADS * HEAD * 2
         identity = {"model": "tensor-parallel", "revision": "random", "weights_epoch": 1, "dtype": "bf16",
                     "quantisation": "none", "scale_format": "none", "layout": "NHD", "page_bytes": 2 * self.run,
@@ -238,7 +239,7 @@ def copy_bandwidth(threads):
 
 
 def restored(ranks):
-    """One restore by these ranks at once: each one's rate, and that of all, from the first's begin to the last's end."""
+    """One restore by these ranks at once: each one's rate, and that of all from the first's begin to the last's end."""
     every(ranks, "prepare")
     spans = every(ranks, "restore")
     every(ranks, "verify")
@@ -248,8 +249,8 @@ def restored(ranks):
 
 
 def measure(a, ranks):
-    report = {"output_version": 1, "ranks": a.ranks, "layers": a.layers, "files": a.files, "runs": a.runs,
-              "pollers": a.pollers, "executors": every(ranks, "about"), "bytes_of_a_rank": ranks[0].call("size"),
+    report = {"output_version": 1, "ranks": a.ranks, "gpus": a.gpus, "layers": a.layers, "files": a.files,
+              "runs": a.runs, "pollers": a.pollers, "executors": every(ranks, "about"), "bytes_of_a_rank": ranks[0].call("size"),
               "object_bytes": 2 * BLOCK_TOKENS * HEADS * HEAD * 2}
     report["store_gb_per_second"] = [rate / 1e9 for rate in every(ranks, "store")]
     for r in ranks[:-1]:
@@ -275,7 +276,7 @@ def measure(a, ranks):
     report["restore_each_gb_per_second"] = [statistics.median(r[i] for r in each) / 1e9 for i in range(a.ranks)]
     report["restore_together_gb_per_second"] = statistics.median(together) / 1e9
     report["copy_threads"], report["copy_gb_per_second"] = threads, copy_bandwidth(threads) / 1e9
-    by_gpus = 0.9 * a.ranks * report["restore_alone_gb_per_second"]
+    by_gpus = 0.9 * min(a.ranks, a.gpus) * report["restore_alone_gb_per_second"]
     by_memory = report["copy_gb_per_second"]
     report["bar_gb_per_second"] = min(by_gpus, by_memory)
     report["bar_is"] = "0.9 of the GPUs' own rates" if by_gpus <= by_memory else "memory bandwidth"
@@ -294,15 +295,20 @@ def text(r):
           + f" GB/s; all {r['restore_together_gb_per_second']:.1f} GB/s, "
           f"{r['restore_together_gb_per_second'] / r['restore_alone_gb_per_second']:.2f} times one alone")
     print(f"host memory:      {r['copy_gb_per_second']:6.1f} GB/s copied by {r['copy_threads']} threads")
-    print(f"bar:              {r['bar_gb_per_second']:6.1f} GB/s ({r['bar_is']}): {'met' if r['met_bar'] else 'NOT MET'}")
+    met = "met" if r["met_bar"] else "NOT MET"
+    print(f"bar:              {r['bar_gb_per_second']:6.1f} GB/s ({r['bar_is']}): {met}")
 
 
 def main():
     a = arguments()
-    if a.ranks == 0:
+    if a.device == "cpu":
+        a.ranks = a.ranks or 2
+        a.gpus = a.ranks
+    else:
         import torch
-        a.ranks = torch.cuda.device_count() if a.device == "cuda" else 2
-    if a.ranks < 1:
+        a.gpus = a.gpus or torch.cuda.device_count()
+        a.ranks = a.ranks or a.gpus
+    if a.ranks < 1 or a.gpus < 1:
         sys.exit("no GPU here: --device cpu --ranks 2 tries it without")
     a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8 // a.ranks))
     object_bytes = 2 * BLOCK_TOKENS * HEADS * HEAD * 2

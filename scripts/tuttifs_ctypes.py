@@ -163,8 +163,8 @@ class Session:
         """runs: bytes of each; objects: (layer, rank, first run, number of runs)."""
         r = (Run * len(runs))(*[Run(n, 0) for n in runs])
         o = (Object * len(objects))(*[Object(*x) for x in objects])
-        options = PoolOptions(name=name.encode(), identity=identity.encode(), tokens_per_file=tokens_per_file, objects=o,
-                              runs=r, object_count=len(o), run_count=len(r), **limits)
+        options = PoolOptions(name=name.encode(), identity=identity.encode(), tokens_per_file=tokens_per_file,
+                              objects=o, runs=r, object_count=len(o), run_count=len(r), **limits)
         h = vp()
         self.lib.pool_open(self.h, C.byref(options), C.byref(h))
         return Pool(self, h)

@@ -202,7 +202,8 @@ static void restore(struct rank *r, struct tuttifs_lease *leases, int n)
 	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, r->number, 0, leases, (uint64_t)n, r->memory, blocks, &layers));
 	blocks[1] = block_of(1, 1);
 	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, RANKS, 0, leases, (uint64_t)n, r->memory, blocks, &layers));
-	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, 0, TUTTIFS_STORE, leases, (uint64_t)n, r->memory, blocks, &layers));
+	REFUSED(TUTTIFS_EINVAL,
+	        tuttifs_layers_open(r->pool, 0, TUTTIFS_STORE, leases, (uint64_t)n, r->memory, blocks, &layers));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, 0, 2, leases, (uint64_t)n, r->memory, blocks, &layers));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, 0, 0, leases, (uint64_t)n, NULL, blocks, &layers));
 	OK(tuttifs_layers_open(r->pool, r->number, 0, leases, (uint64_t)n, r->memory, blocks, &layers));
