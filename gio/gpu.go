@@ -68,7 +68,8 @@ type GPU struct {
 	gpu     GPUConfig
 	device  device
 	lanes   []*gpuLane
-	depth   int // commands that fit the smallest queue
+	depth   int    // commands that fit the smallest queue
+	dmaGPU  uint64 // where the GPU has the DMA memory
 	staging staging
 	in, out mover
 	procs   int // GOMAXPROCS

@@ -28,6 +28,7 @@ type gpuTicket struct {
 	n        int
 	write    bool
 	zeroing  bool // no commands: all targets are zeroed
+	bounced  bool // polling only: through the lanes' cells
 	memory   batchMemory
 	cells    cuda.KernelCells
 	sums     cuda.SumsParams
@@ -238,7 +239,11 @@ func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
 		}
 	}
 	p := planner{t: t, ctxs: ctxs}
-	p.plan()
+	if g.gpu.Polling {
+		p.planWhole()
+	} else {
+		p.plan()
+	}
 	sizes := batchSizes{
 		ctxs: t.n, chunks: len(t.chunks), drives: len(g.config.Lanes[0]), group: len(p.offsets),
 		active: len(o.active), ordinals: len(o.ordinals),
@@ -389,13 +394,19 @@ func (p *planner) cut(first, end int, direct bool) {
 		if !direct {
 			c.bytes = p.bytes(int(c.count))
 		}
-		for i := first; i < first+int(c.count); i++ {
-			if p.ctxs[i].Flags == 0 {
-				c.payload += uint64(p.t.m.ObjectBytes(p.ctxs[i].Object))
-			}
-		}
+		c.payload = p.payload(first, first+int(c.count))
 		p.t.chunks = append(p.t.chunks, c)
 	}
+}
+
+// payload is the bytes of the IOCTXs from first to end.
+func (p *planner) payload(first, end int) (n uint64) {
+	for i := first; i < end; i++ {
+		if p.ctxs[i].Flags == 0 {
+			n += uint64(p.t.m.ObjectBytes(p.ctxs[i].Object))
+		}
+	}
+	return n
 }
 
 // bytes is what the cells of n IOCTXs from a group's start take.

@@ -18,6 +18,7 @@ type launch struct {
 	queuesGPU uint64
 	t         *gpuTicket
 	from, to  int // chunks: of memory.chunks for builds, of memory.moved for others
+	run       *pollRun
 	since     int64
 }
 
@@ -28,6 +29,7 @@ const (
 	launchBuild
 	launchHarvest
 	launchGather
+	launchPoll
 )
 
 // launchesMax bounds the kernels under way.
@@ -76,6 +78,8 @@ func (th *ioThread) collect(now int64) (moved bool) {
 			th.harvested(t, l.from, l.to)
 		case launchGather:
 			th.gathered(t, l.from, l.to)
+		case launchPoll:
+			th.polled(l.run)
 		}
 	}
 	return moved

@@ -65,7 +65,7 @@ type device struct {
 	build, harvest, gather, register, poll *cuda.Function
 	buildS, harvestS, gatherS, controlS    *cuda.Stream
 	copyIn, copyOut                        *cuda.Stream
-	pollS                                  *cuda.Stream
+	pollIn, pollOut                        *cuda.Stream
 	green                                  *cuda.Context    // of the polling executor, nil for the whole GPU
 	regions                                cuda.Pointer     // KernelRegion[RegionsMax+1]
 	drives                                 cuda.Pointer     // i16[len(base.drives)]
@@ -111,7 +111,7 @@ func (d *device) setUp(g *GPU) (err error) {
 		in *cuda.Context
 	}{
 		{&d.buildS, c}, {&d.harvestS, c}, {&d.gatherS, c}, {&d.controlS, c}, {&d.copyIn, c}, {&d.copyOut, c},
-		{&d.pollS, on},
+		{&d.pollIn, on}, {&d.pollOut, on},
 	} {
 		if *s.s, err = s.in.NewStream(greatest); err != nil {
 			return err
@@ -145,7 +145,7 @@ func (d *device) upload(to cuda.Pointer, b []byte) error {
 
 func (d *device) close(g *GPU) {
 	for _, s := range []*cuda.Stream{
-		d.buildS, d.harvestS, d.gatherS, d.controlS, d.copyIn, d.copyOut, d.pollS,
+		d.buildS, d.harvestS, d.gatherS, d.controlS, d.copyIn, d.copyOut, d.pollIn, d.pollOut,
 	} {
 		if s != nil {
 			_ = s.Close()

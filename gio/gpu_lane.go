@@ -29,6 +29,7 @@ type gpuLane struct {
 	unbuilt  uint32      // IOCTXs of those ahead that are being built
 	building bool
 	rewinds  bool  // what is ahead is to be built again
+	polled   bool  // a polling kernel has the queues
 	pieces   int   // copies under way
 	cause    error // why it was quiesced
 	cursor   []uint32
@@ -61,6 +62,7 @@ func (g *GPU) pinShared() error {
 	if err := g.pins.add(g, g.config.DMA); err != nil {
 		return fmt.Errorf("gio: the DMA memory: %w", err)
 	}
+	g.dmaGPU, _ = g.pins.address(g.config.DMA)
 	for _, queues := range g.config.Lanes {
 		if err := g.pinQueues(queues); err != nil {
 			return err
@@ -276,9 +278,7 @@ func (l *gpuLane) report() {
 			continue
 		}
 		if status := q.slots[l.cursor[d]].status; status != 0 {
-			t.fail(int(i), &StatusError{
-				Status: nvme.Status(status), Drive: drive, Slot: ctx.Slot, Object: ctx.Object, Write: t.write,
-			})
+			t.fail(int(i), t.statusError(int(i), nvme.Status(status)))
 		}
 		l.cursor[d]++
 	}
@@ -352,8 +352,10 @@ func (l *gpuLane) help() (moved bool) {
 		return true
 	}
 	g := l.g
-	g.disarm()
 	c := l.active
+	if c != nil {
+		g.disarm()
+	}
 	for d := range l.queues {
 		q := &l.queues[d]
 		q.firstID += uint16(q.count)
@@ -364,12 +366,16 @@ func (l *gpuLane) help() (moved bool) {
 		err := fmt.Errorf("%w: lane %d: %w (after: %w)", ErrDead, l.number, h.err, l.cause)
 		g.breakWith(err)
 		g.thread.noteClose(err)
-		g.failChunk(c, err)
+		if c != nil {
+			g.failChunk(c, err)
+		}
 		l.state = laneIdle
 		l.drop()
 		return true
 	}
-	g.failChunk(c, l.cause)
+	if c != nil {
+		g.failChunk(c, l.cause)
+	}
 	l.rewind()
 	if g.closing.Load() || g.broken.Load() != nil || errors.Is(l.cause, ErrClosed) {
 		l.die(ErrClosed)

@@ -23,6 +23,10 @@ func (s *staging) setUp(g *GPU) (err error) {
 	if cells == 0 {
 		return nil
 	}
+	if g.gpu.Polling { // kernels copy from cells themselves; a lane's are divided among its drives
+		s.bytes = cells / len(g.config.Lanes[0]) &^ (pageBytes - 1)
+		return nil
+	}
 	s.bytes = min(cells, g.gpu.StagingBytes/2&^(pageBytes-1))
 	s.slots = g.gpu.StagingBytes / s.bytes
 	s.size = uint64(s.slots) * uint64(s.bytes)

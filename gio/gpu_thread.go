@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"runtime"
 	"slices"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -33,7 +34,7 @@ type ioThread struct {
 	idle          int   // rounds in which nothing happened
 	buildParams   cuda.BuildParams
 	harvestParams cuda.HarvestParams
-	poll          pollRun
+	runs          [2]pollRun // of the polling executor
 }
 
 // waitDeadlines is how many deadlines a wait may last, though every chunk gets no more than one.
@@ -58,7 +59,13 @@ func (th *ioThread) setUp(g *GPU) (err error) {
 		return err
 	}
 	th.carve(&carver{host: th.work.Bytes, gpu: uint64(th.work.GPU)}, queues)
-	return th.poll.setUp(g)
+	if !g.gpu.Polling {
+		return nil
+	}
+	if err := th.runs[0].setUp(g, false, g.device.pollIn); err != nil {
+		return err
+	}
+	return th.runs[1].setUp(g, true, g.device.pollOut)
 }
 
 func (th *ioThread) carve(c *carver, queues int) {
@@ -72,7 +79,9 @@ func (th *ioThread) carve(c *carver, queues int) {
 }
 
 func (th *ioThread) close() {
-	th.poll.close()
+	for i := range th.runs {
+		th.runs[i].close(th.g)
+	}
 	if th.work != nil {
 		_ = th.g.gpu.Context.FreeHost(th.work)
 	}
@@ -160,7 +169,10 @@ func (th *ioThread) round(now int64) (moved bool) {
 	for _, l := range g.lanes {
 		m = l.poll(now) || m
 	}
-	if th.dead || len(th.live) == 0 {
+	if th.dead {
+		th.endLost()
+		return moved || m
+	} else if len(th.live) == 0 {
 		return moved || m
 	}
 	launched, err := th.launch(now)
@@ -323,6 +335,11 @@ func (th *ioThread) giveUp(t *gpuTicket, err error) {
 	t.over = err
 	th.unqueue(t)
 	th.failRest(t, err)
+	for i := range th.runs {
+		if th.runs[i].t == t && !th.runs[i].ended {
+			atomic.StoreUint32(th.runs[i].stop, 1)
+		}
+	}
 	for _, l := range th.g.lanes {
 		if slices.ContainsFunc(l.ahead, func(c *gpuChunk) bool { return c.t == t }) {
 			l.rewinds = true
@@ -455,7 +472,18 @@ func (th *ioThread) fatal(err error) {
 		th.lost(t, t.launched, t.listed, err)
 		t.launched = t.listed
 	}
-	th.poll.lost(err)
+	for i := range th.runs {
+		th.loseRun(&th.runs[i], err)
+	}
+}
+
+// endLost ends batches that kernels were polling for, once their lanes are quiet.
+func (th *ioThread) endLost() {
+	for i := range th.runs {
+		if r := &th.runs[i]; r.t != nil && r.quiet() {
+			th.endRun(r)
+		}
+	}
 }
 
 // lost ends chunks whose kernel will never be done.
