@@ -17,14 +17,16 @@ import (
 	"tuttifs/nvme/emu"
 )
 
-// DriveRequest is what 'tuttifs drive' asks of a running mount, over a socket that only the mount's owner and root can
-// use: one JSON object each way, one request a connection.
+// DriveRequest is what 'tuttifs drive' and 'tuttifs scrub' ask of a running mount, over a socket that only the mount's
+// owner and root can use: one JSON object each way, one request a connection; a scrub is answered with a ScrubReply now
+// and then.
 type DriveRequest struct {
 	Version int    `json:"version"` // DriveProtocol
-	Verb    string `json:"verb"`    // "add", "replace" or "forget"
+	Verb    string `json:"verb"`    // "add", "replace", "forget" or "scrub"
 	Path    string `json:"path,omitempty"`
 	Index   uint16 `json:"index"`
 	Force   bool   `json:"force,omitempty"`
+	Rate    uint64 `json:"rate,omitempty"` // of a scrub, in bytes a second; 0 for no bound
 }
 
 // DriveReply answers a DriveRequest.
@@ -52,6 +54,7 @@ type drives struct {
 	context  context.Context
 	workers  sync.WaitGroup
 	changing sync.Mutex
+	scrubs   sync.Mutex // held by the one that runs
 }
 
 // DriveSocketPath is where the daemon of a volume takes DriveRequests.
@@ -115,6 +118,9 @@ func (s *drives) serve(conn *net.UnixConn) {
 	case r.Version != DriveProtocol:
 		err = fmt.Errorf("daemon: request of version %d; this daemon speaks %d: use the tuttifs that mounted it", r.Version,
 			DriveProtocol)
+	case r.Verb == "scrub":
+		s.scrub(conn, r.Rate)
+		return
 	default:
 		reply.Index, err = s.change(&r)
 	}

@@ -52,18 +52,23 @@ func (m *Member) ReportBad(p *Pool, slot uint32, generation uint64) (*extentmap.
 	if !p.holds(slot, generation, 64) || p.nodes.s[slot].pins() >= pinsLimit {
 		return nil, fmt.Errorf("%w: slot %d does not hold generation %d (any more)", ErrNotFound, slot, generation)
 	}
-	r := p.m.Record(slot)
-	rep := report{
-		p: p, slot: slot, key: r.Key, ticket: extentmap.NewTicket(),
-		seed: p.seed(r.Tenant, &r.Key, r.Nonce, r.Generation),
-	}
-	p.pin(slot)
+	rep := p.hold(slot)
 	select {
 	case s.reports <- rep:
 		return rep.ticket, nil
 	default:
 		p.unpin(slot)
 		return nil, fmt.Errorf("%w: %d reports are waiting", ErrAgain, reportsMax)
+	}
+}
+
+// hold pins a file so that it can be verified. The mutex is held.
+func (p *Pool) hold(slot uint32) report {
+	r := p.m.Record(slot)
+	p.pin(slot)
+	return report{
+		p: p, slot: slot, key: r.Key, ticket: extentmap.NewTicket(),
+		seed: p.seed(r.Tenant, &r.Key, r.Nonce, r.Generation),
 	}
 }
 
