@@ -183,25 +183,14 @@ func (o *driveOptions) change(ctx context.Context, e *env, mount string, r *daem
 
 // askDaemon speaks to the daemon of a mount.
 func askDaemon(ctx context.Context, mount string, r *daemon.DriveRequest) (reply daemon.DriveReply, err error) {
-	var volume daemon.VolumeDocument
-	var options daemon.OptionsDocument
-	if err := readStatus(mount, "volume", &volume); err != nil {
-		return reply, err
-	}
-	if err := readStatus(mount, "options", &options); err != nil {
-		return reply, err
-	}
-	if volume.ReadOnly {
-		return reply, fmt.Errorf("%s is mounted read-only: its drives cannot be changed", mount)
-	}
-	conn, err := (&net.Dialer{}).DialContext(ctx, "unix", daemon.DriveSocketPath(options.SocketDir, volume.UUID))
+	conn, readOnly, err := dialDaemon(ctx, mount)
 	if err != nil {
-		if errors.Is(err, os.ErrPermission) {
-			return reply, fmt.Errorf("%w (the one who mounted it may, and root)", err)
-		}
 		return reply, err
 	}
 	defer conn.Close()
+	if readOnly {
+		return reply, fmt.Errorf("%s is mounted read-only: its drives cannot be changed", mount)
+	}
 	defer context.AfterFunc(ctx, func() { _ = conn.Close() })()
 	if err := json.NewEncoder(conn).Encode(r); err != nil {
 		return reply, err
@@ -216,4 +205,21 @@ func askDaemon(ctx context.Context, mount string, r *daemon.DriveRequest) (reply
 		return reply, errors.New(reply.Error)
 	}
 	return reply, nil
+}
+
+// dialDaemon connects to the daemon of a mount, and says whether that is read-only.
+func dialDaemon(ctx context.Context, mount string) (conn net.Conn, readOnly bool, err error) {
+	var volume daemon.VolumeDocument
+	var options daemon.OptionsDocument
+	if err := readStatus(mount, "volume", &volume); err != nil {
+		return nil, false, err
+	}
+	if err := readStatus(mount, "options", &options); err != nil {
+		return nil, false, err
+	}
+	conn, err = (&net.Dialer{}).DialContext(ctx, "unix", daemon.DriveSocketPath(options.SocketDir, volume.UUID))
+	if errors.Is(err, os.ErrPermission) {
+		err = fmt.Errorf("%w (the one who mounted it may, and root)", err)
+	}
+	return conn, volume.ReadOnly, err
 }

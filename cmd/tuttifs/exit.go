@@ -8,8 +8,8 @@ import (
 	"strings"
 )
 
-// exitTable is the meaning of a command's exit statuses. Three tables exist, because three programs read them: a shell,
-// mount(8) and fsck(8).
+// exitTable is the meaning of a command's exit statuses. They differ because different programs read them: a
+// shell, mount(8) and fsck(8).
 type exitTable struct {
 	failure     int // anything without a better number
 	usage       int // bad flags and arguments
@@ -47,6 +47,18 @@ var fsckExits = exitTable{
   1   errors corrected
   2   system should be rebooted
   4   errors left uncorrected
+  8   operational error
+  16  usage error
+  32  interrupted
+  The status is the sum of the conditions that hold.`,
+}
+
+// scrubExits are fsck's, as far as they apply.
+var scrubExits = exitTable{
+	failure: 8, usage: 16, permission: 8, system: 8, internal: 8, interrupted: 32,
+	text: `  0   all files are as they were stored
+  1   damaged files were found, and evicted
+  4   files could not be read, or are damaged and the mount is read-only
   8   operational error
   16  usage error
   32  interrupted

@@ -1,0 +1,84 @@
+package main
+
+import (
+	"os"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/daemon"
+	"tuttifs/ioctl"
+)
+
+// extentOf is where an object of some file of a mount lies: drive index and byte offset.
+func extentOf(t *testing.T, dir string, nth int) (driveIndex uint16, off int64) {
+	t.Helper()
+	c, err := ioctl.Open(dir, false)
+	require.NoError(t, err)
+	defer c.Close()
+	var s ioctl.Session
+	require.NoError(t, c.SessionCreate(&s))
+	a, err := s.Attach(ioctl.AttachOptions{})
+	require.NoError(t, err)
+	defer a.Close()
+	info := ioctl.PoolInfo{}
+	require.NoError(t, c.PoolInfo(&info, ioctl.PoolByIndex))
+	for slot, found := uint32(0), 0; ; slot++ {
+		x := ioctl.Extents{Target: info.Target, Slot: slot, Extents: ioctl.Span{Bytes: 16}}
+		require.Less(t, slot, uint32(1<<16), "no file")
+		if c.Extents(&x) != nil {
+			continue
+		}
+		if found++; found > nth {
+			e := ioctl.View[ioctl.Extent](a.Arena, x.Extents)[0]
+			return e.Drive, int64(e.Unit) * 4096
+		}
+	}
+}
+
+// TestScrub: damage under a mounted volume is found and evicted, and the next scrub finds nothing.
+func TestScrub(t *testing.T) {
+	paths := formatted(t, 3, "64m")
+	dir := mounted(t, paths[0])
+	require.Contains(t, tuttifs(t, "scrub", dir), "0 files")
+	replayed(t, smallTrace(t, 10), dir)
+	whole := decode[scrubResult](t, tuttifs(t, "scrub", "--json", "--rate", "0", dir))
+	require.NotZero(t, whole.Files)
+	require.NotZero(t, whole.Bytes)
+	require.Zero(t, whole.ExitStatus)
+
+	index, off := extentOf(t, dir, 3)
+	f, err := os.OpenFile(paths[index], os.O_RDWR, 0)
+	require.NoError(t, err)
+	_, err = f.WriteAt([]byte("damage"), off+100)
+	require.NoError(t, err)
+	require.NoError(t, f.Sync())
+	require.NoError(t, f.Close())
+	r := execAs(t, "tuttifs", "scrub", "--json", "--rate", "1g", dir)
+	require.Equal(t, 1, r.code, r.stderr)
+	found := decode[scrubResult](t, r.stdout)
+	require.Equal(t, []any{whole.Files, uint64(1), 1}, []any{found.Files, found.Damaged, found.ExitStatus})
+	require.Contains(t, tuttifs(t, "scrub", "--rate", "0", dir), "verified in")
+	var stats daemon.StatsDocument
+	require.NoError(t, readStatus(dir, "stats", &stats))
+	require.EqualValues(t, 1, stats.Total.Bad)
+
+	refused(t, 16, "name a mount point", "scrub")
+	refused(t, 16, "--rate", "scrub", "--rate", "much", dir)
+	refused(t, 8, "not a tuttifs mount", "scrub", t.TempDir())
+
+	// A drive that does not give what it has is not damage. Its files come to an end only when fsck is told so.
+	require.NoError(t, os.Truncate(paths[2], 2<<20))
+	r = execAs(t, "tuttifs", "scrub", "--json", "--rate", "0", dir)
+	require.Equal(t, 4, r.code, r.stderr)
+	lost := decode[scrubResult](t, r.stdout)
+	require.Zero(t, lost.Damaged)
+	require.NotZero(t, lost.Unreadable)
+	r = execAs(t, "tuttifs", "fsck", "-y", paths[0])
+	require.Equal(t, 8, r.code)
+	require.Contains(t, r.stderr, "it is mounted on "+dir)
+	execAs(t, "tuttifs", "umount", dir)
+	r = execAs(t, "tuttifs", "fsck", "-y", "--data", paths[0])
+	require.Equal(t, 1, r.code, r.stdout+r.stderr)
+	require.Contains(t, r.stdout, "repaired, ")
+}
