@@ -207,8 +207,8 @@ int tuttifs_pool_stats(tuttifs_pool_t pool, struct tuttifs_pool_stats *stats);
  */
 
 /* Registers host memory. Outside tuttifs_session_dma it is reached through bounce cells. The caller keeps it mapped
- * until tuttifs_unregister. TUTTIFS_PADDED (memory of tuttifs_session_dma only): every object has room for whole 4-KiB units,
- * of which up to 4,095 bytes behind its payload are overwritten, so that odd lengths are reached directly too. */
+ * until tuttifs_unregister. TUTTIFS_PADDED (memory of tuttifs_session_dma only): every object has room for whole 4-KiB
+ * units, of which up to 4,095 bytes behind its payload are overwritten, so that odd lengths are reached directly too. */
 #define TUTTIFS_PADDED 1u
 int tuttifs_register_host(tuttifs_session_t session, void *memory, uint64_t bytes, uint32_t flags,
                           tuttifs_memory_t *registered);
@@ -308,8 +308,8 @@ int tuttifs_report_bad(tuttifs_pool_t pool, uint32_t slot, uint64_t generation);
  */
 
 /* Prepares the transfer of one rank's objects of some leased files: slot i of the batch is leases[i]. Retrieving
- * (flags 0) reads and verifies the files' trailers first, and waits for them. blocks[i] is the paged memory's block for slot i;
- * memory and blocks are NULL where layers are moved by the _at functions. */
+ * (flags 0) reads and verifies the files' trailers first, and waits for them. blocks[i] is the paged memory's block for
+ * slot i; memory and blocks are NULL where layers are moved by the _at functions. */
 #define TUTTIFS_STORE 1u
 int tuttifs_layers_open(tuttifs_pool_t pool, uint16_t rank, uint32_t flags, const struct tuttifs_lease *leases,
                         uint64_t count, tuttifs_memory_t memory, const uint64_t *blocks, tuttifs_layers_t *layers);

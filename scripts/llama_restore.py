@@ -545,7 +545,8 @@ def main():
         bench = Bench(a, volume.mount)
         try:
             report = {"output_version": 1, "device": str(bench.model.device),
-                      "executor": bench.store_of.session.describe(), "torch": torch.__version__, "layers": a.layers, "tokens": a.tokens, "block_tokens": a.block,
+                      "executor": bench.store_of.session.describe(), "torch": torch.__version__, "layers": a.layers,
+                      "tokens": a.tokens, "block_tokens": a.block,
                       "object_bytes": 2 * bench.model.run_bytes(), "runs": a.runs, "pollers": a.pollers,
                       "registration": bench.store_of.registration, "store_seconds": bench.store_seconds,
                       "store_bytes": 2 * bench.model.run_bytes() * len(bench.model.table) * a.layers, "cases": []}

@@ -250,7 +250,8 @@ def restored(ranks):
 
 def measure(a, ranks):
     report = {"output_version": 1, "ranks": a.ranks, "gpus": a.gpus, "layers": a.layers, "files": a.files,
-              "runs": a.runs, "pollers": a.pollers, "executors": every(ranks, "about"), "bytes_of_a_rank": ranks[0].call("size"),
+              "runs": a.runs, "pollers": a.pollers, "executors": every(ranks, "about"),
+              "bytes_of_a_rank": ranks[0].call("size"),
               "object_bytes": 2 * BLOCK_TOKENS * HEADS * HEAD * 2}
     report["store_gb_per_second"] = [rate / 1e9 for rate in every(ranks, "store")]
     for r in ranks[:-1]:
