@@ -208,7 +208,7 @@ int tuttifs_pool_stats(tuttifs_pool_t pool, struct tuttifs_pool_stats *stats);
 
 /* Registers host memory. Outside tuttifs_session_dma it is reached through bounce cells. The caller keeps it mapped
  * until tuttifs_unregister. TUTTIFS_PADDED (memory of tuttifs_session_dma only): every object has room for whole 4-KiB
- * units, of which up to 4,095 bytes behind its payload are overwritten, so that odd lengths are reached directly too. */
+ * units, of which up to 4,095 bytes behind its payload are overwritten, so that odd lengths are reached directly. */
 #define TUTTIFS_PADDED 1u
 int tuttifs_register_host(tuttifs_session_t session, void *memory, uint64_t bytes, uint32_t flags,
                           tuttifs_memory_t *registered);
