@@ -115,6 +115,16 @@ func compare(t *testing.T, memory []byte, other launcher, rounds int, blocks []u
 			same(t, w, other, "tuttifs_build", w.lanes*w.drives, block, unsafe.Pointer(p))
 		}
 	})
+	t.Run("lists", func(t *testing.T) {
+		for seed := range rounds {
+			w := newWorld(memory, uint64(seed), false)
+			w.listedObjects()
+			p := w.buildParams()
+			p.SGL = 0
+			_, block := pick(w)
+			same(t, w, other, "tuttifs_build", w.lanes*w.drives, block, unsafe.Pointer(p))
+		}
+	})
 	for _, sums := range []bool{false, true} {
 		t.Run(fmt.Sprintf("gather sums=%v", sums), func(t *testing.T) {
 			for seed := range rounds {
@@ -169,6 +179,36 @@ func (w *world) largeObjects() {
 	for i := range w.count {
 		at[cuda.KernelIOCTX](w.ioctxs, uint64(i)).Desc =
 			1<<(offsetBits+regionBits) | 3<<offsetBits | w.random.Uint64N(bytes-1<<22)&^(pageBytes-1)
+	}
+}
+
+// listedObjects makes every object one of the table's, whose runs are mostly of two pages and have PRP lists. Their
+// memory is not there.
+func (w *world) listedObjects() {
+	for i := range w.objects {
+		o := at[cuda.KernelObject](w.tables.Objects, uint64(i))
+		o.Units = uint16(1 + w.random.IntN(12))
+		o.Bytes = uint32(o.Units) * unitBytes
+	}
+	r := at[cuda.KernelRegion](w.tables.Regions, 4095)
+	r.Direct, r.PRPIO, r.ListBytes = 1, r.IO, 16
+	for i := range w.table.limit {
+		e := cuda.KernelRun{Address: r.IO + w.random.Uint64()>>20&^(pageBytes-1), Bytes: 2 * pageBytes}
+		switch w.random.IntN(30) {
+		case 0:
+			e.Address += 2048
+		case 1:
+			e.Bytes = pageBytes * (1 + w.random.Uint32N(4))
+		}
+		*at[cuda.KernelRun](w.table.entries, i) = e
+	}
+	const page = pageBytes / 16 // runs whose lists fill one
+	for i := range w.count {
+		index := w.random.Uint64N(w.table.limit)
+		if w.chance(2) { // near the end of a page of lists
+			index = index | (page - 1) - w.random.Uint64N(6)
+		}
+		at[cuda.KernelIOCTX](w.ioctxs, uint64(i)).Desc = w.table.id | index
 	}
 }
 
