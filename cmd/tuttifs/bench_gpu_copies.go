@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"sync/atomic"
@@ -10,8 +11,8 @@ import (
 	"tuttifs/cuda"
 )
 
-// copyKind is a way of the copy engine from the host's memory to the pool. All of them begin where the bytes are in
-// pinned memory already: reading them from drives comes on top.
+// copyKind is a way of the copy engine between the host's memory and the pool. All of them begin or end in pinned
+// memory: reading and writing drives comes on top.
 type copyKind string
 
 const (
@@ -58,8 +59,6 @@ func (b *gpuBench) withCopies(shape gpuShape, f func(c *gpuCopies) error) (err e
 	if c.pool, err = c.memory.alloc(uint64(shape.layerBytes())); err != nil {
 		return err
 	}
-	object := image.m.Layout().LayerObjects(0, 0)[0]
-	parallel(shape.slots, func(i int) { copy(c.host.Bytes[i*shape.object:], image.object(i, object)) })
 	for i := range shape.slots {
 		c.to = append(c.to, c.pool+cuda.Pointer(int(image.blocks[i])*shape.object))
 		c.from = append(c.from, c.host.GPU+cuda.Pointer(i*shape.object))
@@ -69,7 +68,7 @@ func (b *gpuBench) withCopies(shape gpuShape, f func(c *gpuCopies) error) (err e
 }
 
 // stream copies the layer again and again until more says no, in the context that is bound.
-func (c *gpuCopies) stream(kind copyKind, more func() bool) (err error) {
+func (c *gpuCopies) stream(kind copyKind, write bool, more func() bool) (err error) {
 	s, err := c.b.gpu.context.NewStream(0)
 	if err != nil {
 		return err
@@ -96,7 +95,7 @@ func (c *gpuCopies) stream(kind copyKind, more func() bool) (err error) {
 		}
 		end := min(at+slots, c.image.shape.slots)
 		begin := time.Now()
-		if err := c.enqueue(s, kind, at, end); err != nil {
+		if err := c.enqueue(s, kind, write, at, end); err != nil {
 			return err
 		}
 		c.calls += time.Since(begin)
@@ -116,52 +115,78 @@ func (c *gpuCopies) stream(kind copyKind, more func() bool) (err error) {
 }
 
 // enqueue copies the objects of some slots.
-func (c *gpuCopies) enqueue(s *cuda.Stream, kind copyKind, at, end int) error {
+func (c *gpuCopies) enqueue(s *cuda.Stream, kind copyKind, write bool, at, end int) error {
 	n := uint64(c.image.shape.object)
-	switch kind {
-	case copyBatch:
-		return s.CopyBatch(c.to[at:end], c.from[at:end], c.sizes[at:end])
-	case copyPlain:
+	if kind == copyBatch {
+		to, from := c.to[at:end], c.from[at:end]
+		if write {
+			to, from = from, to
+		}
+		return s.CopyBatch(to, from, c.sizes[at:end])
+	}
+	one := func(device cuda.Pointer, host int, n uint64) error {
+		if write {
+			return s.CopyDtoH(unsafe.Pointer(&c.host.Bytes[host]), device, n)
+		}
+		return s.CopyHtoD(device, unsafe.Pointer(&c.host.Bytes[host]), n)
+	}
+	if kind == copyPlain {
 		offset := at * int(n)
-		return s.CopyHtoD(c.pool+cuda.Pointer(offset), unsafe.Pointer(&c.host.Bytes[offset]), uint64(end-at)*n)
+		return one(c.pool+cuda.Pointer(offset), offset, uint64(end-at)*n)
 	}
 	for i := at; i < end; i++ {
-		if err := s.CopyHtoD(c.to[i], unsafe.Pointer(&c.host.Bytes[i*int(n)]), n); err != nil {
+		if err := one(c.to[i], i*int(n), n); err != nil {
 			return err
 		}
 	}
 	return nil
 }
 
-func (c *gpuCopies) poison() error {
-	return c.b.gpu.set(c.pool, 0xa5, uint64(c.image.shape.layerBytes()))
+// load gives the host's memory the drives' objects.
+func (c *gpuCopies) load() {
+	object, n := c.image.m.Layout().LayerObjects(0, 0)[0], c.image.shape.object
+	parallel(c.image.shape.slots, func(i int) { copy(c.host.Bytes[i*n:], c.image.object(i, object)) })
 }
 
-// check compares the pool with the drives. A plain copy has scattered nothing, so it is compared with the host's.
+// prepare makes sure that no byte is right by chance: for restores the host has the drives' objects, and the pool
+// nothing; for stores it is the other way round.
+func (c *gpuCopies) prepare(write bool) error {
+	n := uint64(c.image.shape.layerBytes())
+	if !write {
+		c.load()
+		return c.b.gpu.set(c.pool, 0xa5, n)
+	}
+	parallel(c.image.shape.slots, func(i int) { clear(c.host.Bytes[i*c.image.shape.object:][:c.image.shape.object]) })
+	c.b.salt++
+	return c.b.gpu.fillDevice(c.pool, n, 1<<60|c.b.salt<<40, ^uint64(0), 0)
+}
+
+// check compares the pool with the host's memory. Plain copies scatter nothing.
 func (c *gpuCopies) check(kind copyKind) error {
-	memory := c.b.scratch.Bytes[:c.image.shape.layerBytes()]
+	memory, n := c.b.scratch.Bytes[:c.image.shape.layerBytes()], c.image.shape.object
 	if err := c.b.gpu.read(memory, c.pool); err != nil {
 		return err
 	}
-	if kind != copyPlain {
-		return c.image.compare(0, memory, c.image.shape.runAt)
-	}
-	object := c.image.m.Layout().LayerObjects(0, 0)[0]
-	for i := range c.image.shape.slots {
-		n := c.image.shape.object
-		if string(memory[i*n:(i+1)*n]) != string(c.image.object(i, object)) {
-			return fmt.Errorf("%w: slot %d by %s", errGPUBytes, i, kind)
+	errs := make([]error, c.image.shape.slots)
+	parallel(len(errs), func(i int) {
+		at := i * n
+		if kind != copyPlain {
+			at = int(c.image.blocks[i]) * n
 		}
-	}
-	return nil
+		if !bytes.Equal(memory[at:at+n], c.host.Bytes[i*n:(i+1)*n]) {
+			errs[i] = fmt.Errorf("%w: slot %d by %s", errGPUBytes, i, kind)
+		}
+	})
+	return firstError(errs)
 }
 
 // copyWay is a kind of copies beside compute.
 func (b *gpuBench) copyWay(c *gpuCopies, kind copyKind) *gpuWay {
 	return &gpuWay{
-		name: "copy engine, " + string(kind), verb: verb(false), prepare: c.poison,
+		name: "copy engine, " + string(kind), verb: verb(false),
+		prepare: func() error { return c.prepare(false) },
 		start: func() (*gpuTraffic, error) {
-			return b.begin(c.moved.Load, func(more func() bool) error { return c.stream(kind, more) })
+			return b.begin(c.moved.Load, func(more func() bool) error { return c.stream(kind, false, more) })
 		},
 		check: func() error { return c.check(kind) },
 	}
@@ -170,6 +195,7 @@ func (b *gpuBench) copyWay(c *gpuCopies, kind copyKind) *gpuWay {
 // gpuOther is a way that is not tuttifs', and the ring beside it.
 type gpuOther struct {
 	Way         string  `json:"way"`
+	Verb        string  `json:"verb"`
 	ObjectBytes int     `json:"object_bytes"`
 	GBs         float64 `json:"gb_per_second"`
 	CPUMicros   float64 `json:"cpu_us_per_16_mib,omitempty"` // of the thread that enqueues
@@ -188,14 +214,16 @@ func (b *gpuBench) others() error {
 			return err
 		}
 		err = b.withCopies(b.o.shape(object), func(c *gpuCopies) error {
-			for _, kind := range copyKinds {
-				row, err := c.measure(kind)
-				if err != nil {
-					return fmt.Errorf("%s: %w", kind, err)
+			for _, write := range []bool{false, true} {
+				for _, kind := range copyKinds {
+					row, err := c.measure(kind, write)
+					if err != nil {
+						return fmt.Errorf("%s: %w", kind, err)
+					}
+					row.Ring = ring[write]
+					ahead = ahead && (!row.PerObject || row.Ring > row.GBs)
+					b.report.Others = append(b.report.Others, row)
 				}
-				row.Ring = ring
-				ahead = ahead && (!row.PerObject || ring > row.GBs)
-				b.report.Others = append(b.report.Others, row)
 			}
 			return nil
 		})
@@ -219,26 +247,32 @@ func (b *gpuBench) others() error {
 	return nil
 }
 
-// ringAlone is the rate of restores with checksums.
-func (b *gpuBench) ringAlone(object int) (rate float64, err error) {
+// ringAlone is the rates of restores and stores (true) with checksums.
+func (b *gpuBench) ringAlone(object int) (rates map[bool]float64, err error) {
+	rates = map[bool]float64{}
 	err = b.withRig(b.o.shape(object), gpuSetup{}, func(r *gpuRig) error {
-		row, err := b.rate(r, "others", "ring", false, true)
-		rate = row.GBs
-		return err
+		for _, write := range []bool{false, true} {
+			row, err := b.rate(r, "others", "ring", write, true)
+			if err != nil {
+				return err
+			}
+			rates[write] = row.GBs
+		}
+		return nil
 	})
-	return rate, err
+	return rates, err
 }
 
-func (c *gpuCopies) measure(kind copyKind) (row gpuOther, err error) {
-	row = gpuOther{Way: "copy engine, " + string(kind), ObjectBytes: c.image.shape.object, PerObject: kind != copyPlain,
-		Note: "from pinned memory, drives not counted"}
-	if err := c.poison(); err != nil {
+func (c *gpuCopies) measure(kind copyKind, write bool) (row gpuOther, err error) {
+	row = gpuOther{Way: "copy engine, " + string(kind), Verb: verb(write), ObjectBytes: c.image.shape.object,
+		PerObject: kind != copyPlain, Note: "drives are not counted"}
+	if err := c.prepare(write); err != nil {
 		return row, err
 	}
 	var rates, micros []float64
 	for range c.b.o.scale.rounds {
 		begin, before := time.Now(), c.moved.Load()
-		if err := c.stream(kind, lasting(begin, c.b.o.scale.period/2)); err != nil {
+		if err := c.stream(kind, write, lasting(begin, c.b.o.scale.period/2)); err != nil {
 			return row, err
 		}
 		n := float64(c.moved.Load() - before)

@@ -19,7 +19,7 @@ const cuFileThreads = 8
 
 // cuFile reads objects from a file by cuFile, and states what the medium gives to plain direct reads of them.
 func (b *gpuBench) cuFile(object int) (row gpuOther, err error) {
-	row = gpuOther{Way: "cuFile, a read for each object", ObjectBytes: object, PerObject: true}
+	row = gpuOther{Way: "cuFile, a read for each object", Verb: verb(false), ObjectBytes: object, PerObject: true}
 	lib, err := cuda.OpenCUFile()
 	if err != nil {
 		return row, err

@@ -1,0 +1,178 @@
+package main
+
+import (
+	"bytes"
+	"encoding/json"
+	"maps"
+	"math"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/cuda"
+	"tuttifs/cuda/cudatest"
+	"tuttifs/gio"
+)
+
+// smallBenchGPU is the bench on a driver without a GPU, as small as it can be.
+func smallBenchGPU(t *testing.T, gpus int) *benchGPUOptions {
+	kernels := cudatest.Kernels()
+	maps.Copy(kernels, cudatest.BenchKernels())
+	fake := cudatest.Start(t, cudatest.Config{Kernels: kernels, Devices: gpus, MemoryBytes: 4 << 30})
+	return &benchGPUOptions{
+		json: true, gpus: gpus, pollers: 2, lanes: 2, runs: 2, layer: 1 << 20, staging: 8 << 20, bounce: 4 << 20,
+		dir: t.TempDir(), open: func() (*cuda.Driver, error) { return fake.Driver(), nil },
+		scale: gpuScale{
+			rounds: 1, period: 4 * time.Millisecond, window: time.Millisecond, ours: 10 * time.Millisecond,
+			others: 5 * time.Millisecond, pairs: 2, layers: 2, objects: gpuObjects[:1], gemm: 64,
+			tokens: cuda.BenchQueries, cached: cuda.BenchKeys, heads: 2, kvHeads: 1, steps: 3, stepRows: 8,
+			commands: 256, tensors: 6000, fileBytes: 1 << 20, memcpyBytes: 1 << 20,
+		},
+	}
+}
+
+// The bench runs and fills its report; how fast is not a test's business.
+func TestBenchGPU(t *testing.T) {
+	o := smallBenchGPU(t, 2)
+	var out, warnings bytes.Buffer
+	e := &env{stdout: &out, stderr: &warnings, prog: "tuttifs bench gpu"}
+	o.output = filepath.Join(t.TempDir(), "figures")
+	require.NoError(t, o.run(t.Context(), e))
+	var r gpuReport
+	require.NoError(t, json.Unmarshal(out.Bytes(), &r))
+	saved, err := os.ReadFile(o.output)
+	require.NoError(t, err)
+	require.Equal(t, out.String(), string(saved))
+	require.Empty(t, r.Failures)
+	require.Equal(t, outputVersion, r.OutputVersion)
+	require.Len(t, r.Seconds, len(gpuParts()))
+	perPart := map[string]int{}
+	for _, row := range r.Rates {
+		perPart[row.Part]++
+		require.Positive(t, row.GBs)
+		require.True(t, row.Verified)
+	}
+	require.Equal(t, map[string]int{"restore": 6, "store": 6, "descriptors": 4, "cpu": 6}, perPart)
+	require.Len(t, r.Sums, 2)
+	ways := map[string]bool{}
+	for _, row := range r.Beside {
+		ways[row.Way+" "+row.Verb] = true
+		require.True(t, row.Verified)
+		require.GreaterOrEqual(t, row.Pairs, 2)
+	}
+	require.Len(t, ways, 7, "%v", r.Notes)
+	require.Len(t, r.Decode, 4)
+	require.GreaterOrEqual(t, len(r.Others), 6)
+	require.Len(t, r.Commands, 4)
+	require.Len(t, r.Registrations, 2)
+	for _, row := range r.Registrations {
+		require.Equal(t, row.FreeBefore, row.FreeAfter)
+		require.Less(t, row.FreeDuring, row.FreeBefore)
+	}
+	require.Len(t, r.Ablation, 14)
+	require.Len(t, r.Several.Together, 2)
+	require.True(t, r.Several.Verified)
+	require.NotEmpty(t, r.Bars)
+
+	out.Reset()
+	require.NoError(t, r.print(e))
+	require.Contains(t, out.String(), "green context of 2 SMs")
+}
+
+func TestBenchGPURunsOnlyWhatIsAskedFor(t *testing.T) {
+	o := smallBenchGPU(t, 1)
+	o.only, o.json = []string{"commands"}, false
+	var out, warnings bytes.Buffer
+	require.NoError(t, o.run(t.Context(), &env{stdout: &out, stderr: &warnings}))
+	require.Contains(t, out.String(), "Commands")
+	require.NotContains(t, out.String(), "Ablation")
+}
+
+// What there is no time for is left out and named.
+func TestBenchGPUEndsInTime(t *testing.T) {
+	o := smallBenchGPU(t, 1)
+	o.limit = time.Nanosecond
+	var out bytes.Buffer
+	require.NoError(t, o.run(t.Context(), &env{stdout: &out}))
+	var r gpuReport
+	require.NoError(t, json.Unmarshal(out.Bytes(), &r))
+	require.Len(t, r.Notes, len(gpuParts())-1, "all but that of several GPUs")
+	require.Contains(t, r.Notes[0], "restore is not complete")
+	require.Empty(t, r.Rates)
+}
+
+// Bytes that are not those of the drives end the bench.
+func TestBenchGPUSeesWrongBytes(t *testing.T) {
+	o := smallBenchGPU(t, 1)
+	v, err := newGPUVolume(o)
+	require.NoError(t, err)
+	defer v.close()
+	image, err := v.newImage(o.shape(64 << 10))
+	require.NoError(t, err)
+	require.NoError(t, image.checkTrailers())
+	memory := make([]byte, image.shape.layerBytes())
+	half := image.shape.object / 2
+	for slot, block := range image.blocks {
+		for run := range image.shape.runs {
+			copy(memory[image.shape.runAt(block, run):], image.object(slot, 1)[run*half:(run+1)*half])
+		}
+	}
+	require.NoError(t, image.compare(1, memory, image.shape.runAt))
+	require.ErrorIs(t, image.compare(0, memory, image.shape.runAt), errGPUBytes)
+	memory[len(memory)-1] ^= 1
+	require.ErrorIs(t, image.compare(1, memory, image.shape.runAt), errGPUBytes)
+	image.object(3, 0)[17] ^= 1
+	require.ErrorContains(t, image.checkTrailers(), "slot 3 object 0")
+}
+
+func TestBenchGPURefusesBadFlags(t *testing.T) {
+	for name, spoil := range map[string]func(o *benchGPUOptions){
+		"part":    func(o *benchGPUOptions) { o.only = []string{"restore", "everything"} },
+		"gpus":    func(o *benchGPUOptions) { o.gpus = 0 },
+		"pollers": func(o *benchGPUOptions) { o.pollers = -1 },
+		"lanes":   func(o *benchGPUOptions) { o.lanes = gio.LanesMax + 1 },
+		"runs":    func(o *benchGPUOptions) { o.runs = 3 },
+		"layer":   func(o *benchGPUOptions) { o.layer = 1<<20 + 1 },
+		"staging": func(o *benchGPUOptions) { o.staging = 0 },
+		"limit":   func(o *benchGPUOptions) { o.limit = -1 },
+	} {
+		o := smallBenchGPU(t, 1)
+		spoil(o)
+		var usage *usageError
+		require.ErrorAs(t, o.run(t.Context(), &env{}), &usage, name)
+	}
+	o := smallBenchGPU(t, 1)
+	o.device = 1
+	require.ErrorContains(t, o.run(t.Context(), &env{}), "there are 1 GPUs")
+}
+
+// Without a GPU there is a message, and the status of a failure.
+func TestBenchGPUWithoutGPU(t *testing.T) {
+	o := smallBenchGPU(t, 1)
+	o.open = func() (*cuda.Driver, error) { return nil, cuda.ErrNoDriver }
+	err := o.run(t.Context(), &env{})
+	require.ErrorIs(t, err, cuda.ErrNoDriver)
+	require.ErrorContains(t, err, "needs an NVIDIA GPU")
+	require.Equal(t, 1, plainExits.code(err))
+}
+
+func TestInterval(t *testing.T) {
+	mean, half := interval([]float64{1, 2, 3, 4})
+	require.InDelta(t, 2.5, mean, 1e-9)
+	require.InDelta(t, 3.182*math.Sqrt(5.0/3/4), half, 1e-9)
+	_, half = interval([]float64{7})
+	require.True(t, math.IsInf(half, 1))
+	mean, _ = interval(nil)
+	require.True(t, math.IsNaN(mean))
+	require.InDelta(t, 2.042, student(30), 0.01)
+	require.InDelta(t, 1.984, student(100), 0.01)
+}
+
+func TestQuantile(t *testing.T) {
+	require.Equal(t, 3.0, quantile([]float64{1, 2, 3, 4}, 0.5))
+	require.Equal(t, 4.0, quantile([]float64{1, 2, 3, 4}, 0.99))
+	require.Equal(t, 4.0, quantile([]float64{1, 2, 3, 4}, 1))
+}
