@@ -492,12 +492,12 @@ class Bench:
                     times[mode].append(seconds)
                     if mode == "tuttifs":
                         phases.append(dict(self.store_of.phases))
-        difference = (wanted[1] - self.logits).abs().max() / self.logits.abs().max()
-        if difference > 0.1:  # pieces differ, and so does rounding
+        difference = float((wanted[1] - self.logits).abs().max() / self.logits.abs().max())
+        if difference > 0.25:  # pieces differ, and so does rounding; a wrong mask or place would show as 1
             raise SystemExit(f"the HBM-resident run's logits are off the recomputed ones by {difference:.2f}")
         row = {"cached_percent": cached, "cached_tokens": blocks * self.a.block,
                "new_tokens": self.a.tokens - blocks * self.a.block,
-               "ttft_ms": {"recompute": 1e3 * statistics.median(self.recomputes)}}
+               "logits_off_recompute": difference, "ttft_ms": {"recompute": 1e3 * statistics.median(self.recomputes)}}
         for mode in self.a.modes:
             row["ttft_ms"][mode] = 1e3 * statistics.median(times[mode])
         row["ratio_to_hbm"] = {mode: ms / row["ttft_ms"]["hbm"] for mode, ms in row["ttft_ms"].items()}
