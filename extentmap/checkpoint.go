@@ -67,6 +67,7 @@ type snapshot struct {
 	tail    uint64
 	chain   uint32
 	spans   []span
+	seconds []span // those whose second copy is written first
 	catalog []byte // nil if clean
 	limbo   []*row
 	commits uint64
@@ -161,14 +162,22 @@ func (v *Volume) takeSnapshot(withHits bool) *snapshot {
 		if r.pool.rowByNumber(r.number) != r {
 			continue
 		}
+		at := r.tables[1]
 		if v.placeTables(r) {
 			r.dirtyAll()
+			if r.tables[1] != at {
+				r.second = slices.Clone(r.dirty)
+			}
 		}
 		if r.tables[0] == ondisk.NoLocator && r.tables[1] == ondisk.NoLocator {
 			unplaced = append(unplaced, r)
 			continue
 		}
-		s.spans = appendSpans(s.spans, r)
+		s.spans = appendSpans(s.spans, r, r.dirty)
+		if r.second != nil {
+			s.seconds = appendSpans(s.seconds, r, r.second)
+			r.second = nil
+		}
 		clear(r.dirty)
 	}
 	for _, r := range unplaced {
@@ -289,14 +298,14 @@ func (v *Volume) dirtyTouched() {
 	}
 }
 
-// appendSpans adds the runs of dirty blocks of a row.
-func appendSpans(spans []span, r *row) []span {
+// appendSpans adds the runs of a row's blocks that have a bit.
+func appendSpans(spans []span, r *row, set []uint64) []span {
 	for b, n := uint32(0), r.pool.tableBlocks; b < n; b++ {
-		if b%64 == 0 && r.dirty[b/64] == 0 {
+		if b%64 == 0 && set[b/64] == 0 {
 			b += 63
 			continue
 		}
-		if r.dirty[b/64]>>(b%64)&1 == 0 {
+		if set[b/64]>>(b%64)&1 == 0 {
 			continue
 		}
 		if k := len(spans) - 1; k >= 0 && spans[k].row == r && spans[k].first+spans[k].n == b {
@@ -370,8 +379,12 @@ func (v *Volume) sortedTenants() []ondisk.Tenant {
 
 // writeSnapshot writes the tables' first copies, then the second, then the catalog, then the superblock, each durable
 // before the next begins: at any moment one copy of each block is whole, and the superblock names only what is there.
+// Second copies that are worth nothing yet go ahead of all.
 func (v *Volume) writeSnapshot(s *snapshot, super *ondisk.Superblock) error {
 	super.Sequence++
+	if err := v.writeTables(s.seconds, 1, super.Sequence); err != nil {
+		return err
+	}
 	for c := range 2 {
 		if err := v.writeTables(s.spans, c, super.Sequence); err != nil {
 			return err

@@ -632,6 +632,15 @@ func (a *applier) releaseFrees() {
 	}
 }
 
+// markSecond notes a dirty block of which only the first copy is worth anything. Volume.applyMu.
+func (v *Volume) markSecond(r *row, block uint32) {
+	v.markDirty(r, block)
+	if r.second == nil {
+		r.second = make([]uint64, len(r.dirty))
+	}
+	r.second[block/64] |= 1 << (block % 64)
+}
+
 // markDirty notes a block that the next checkpoint must write. Volume.applyMu.
 func (v *Volume) markDirty(r *row, block uint32) {
 	r.dirty[block/64] |= 1 << (block % 64)

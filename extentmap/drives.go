@@ -115,7 +115,7 @@ func (v *Volume) AddDrive(d drive.Drive, o AddOptions) (index uint16, err error)
 	}
 	v.changing.Lock()
 	defer v.changing.Unlock()
-	l, err := readLabel(d)
+	l, _, err := readLabel(d)
 	if err == nil && l.Volume == v.uuid {
 		if m := v.member(l.Index); m != nil && m.uuid == l.Drive {
 			return l.Index, v.rejoin(m, d, l, o)
@@ -286,11 +286,14 @@ func (v *Volume) reloadTables(m *member) {
 				continue
 			}
 			if r.noTable.Load() {
-				v.loadTable(r, func(block uint32) { v.markDirty(r, block) })
+				v.loadTable(r, func(block uint32, second bool) { v.markDamaged(r, block, second) })
 				p.rederive(r)
 				continue
 			}
 			v.markAllDirty(r)
+			if r.tables[1].Drive() == m.index {
+				r.second = slices.Clone(r.dirty)
+			}
 		}
 	}
 }

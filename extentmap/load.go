@@ -1,6 +1,8 @@
 package extentmap
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -104,19 +106,13 @@ func (v *Volume) readCatalog(super *ondisk.Superblock) (stream []byte, damaged b
 	first := v.catalogUnit(super.CatalogArea)
 	copies := make([][]byte, len(v.metadata))
 	for i, m := range v.metadata {
-		b := make([]byte, int(super.CatalogBlocks)*ondisk.BlockBytes)
-		if len(b) == 0 || m.readAt(b, first) == nil {
-			copies[i] = b
-		}
+		copies[i] = make([]byte, int(super.CatalogBlocks)*ondisk.BlockBytes)
+		m.readPieces(copies[i], first)
 	}
 	for i := range super.CatalogBlocks {
 		var payload []byte
 		err := fmt.Errorf("%w: unreadable", ErrCorrupt)
 		for _, c := range copies {
-			if c == nil {
-				damaged = true
-				continue
-			}
 			b := c[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes]
 			p, openErr := ondisk.OpenCatalog(b, first, i, v.tag, super.CatalogSeq)
 			switch {
@@ -152,10 +148,10 @@ func (v *Volume) loadTables(rows []*row) {
 				if i >= len(rows) {
 					return
 				}
-				v.loadTable(rows[i], func(block uint32) {
+				v.loadTable(rows[i], func(block uint32, second bool) {
 					mu.Lock()
 					defer mu.Unlock()
-					v.markDirty(rows[i], block)
+					v.markDamaged(rows[i], block, second)
 				})
 			}
 		})
@@ -167,7 +163,9 @@ func (v *Volume) loadTables(rows []*row) {
 // block of which neither is right holds no records any more: its files are misses. The same holds for a single record
 // that is not one. Whatever was not right is written anew. After a crash the second copies are read as well, because
 // they may have been in writing.
-func (v *Volume) loadTable(r *row, repair func(block uint32)) {
+//
+// repair is told of blocks to be written, and whether it is the second copy that is worth nothing.
+func (v *Volume) loadTable(r *row, repair func(block uint32, second bool)) {
 	p := r.pool
 	t := p.rowTable(r.number)
 	copies := v.tableCopies(r)
@@ -175,7 +173,7 @@ func (v *Volume) loadTable(r *row, repair func(block uint32)) {
 		// A drive that comes back is behind, and a row may have found too few places: both are written whole.
 		if r.tables[c] == ondisk.NoLocator || v.covered(r, c) && !slices.Contains(copies, c) {
 			for block := range p.tableBlocks {
-				repair(block)
+				repair(block, c == 1)
 			}
 		}
 	}
@@ -193,13 +191,22 @@ func (v *Volume) loadTable(r *row, repair func(block uint32)) {
 					clear(b)
 					v.damaged.Add(1)
 				}
-				repair(first + i)
+				repair(first+i, false)
 			}
 			v.checkRecords(b, r, first+i, repair)
 		}
 	}
 	if !v.wasClean && !v.readOnly && len(copies) == 2 {
 		v.checkSecond(r, repair)
+	}
+}
+
+// markDamaged notes a block to be written. Volume.applyMu.
+func (v *Volume) markDamaged(r *row, block uint32, second bool) {
+	if second {
+		v.markSecond(r, block)
+	} else {
+		v.markDirty(r, block)
 	}
 }
 
@@ -231,7 +238,7 @@ func (v *Volume) readTable(b []byte, r *row, c int, block uint32) error {
 }
 
 // checkSecond has the blocks written anew whose second copy is not right.
-func (v *Volume) checkSecond(r *row, repair func(block uint32)) {
+func (v *Volume) checkSecond(r *row, repair func(block uint32, second bool)) {
 	blocks := r.pool.tableBlocks
 	buffer := drive.AlignedBuffer(int(min(readBlocks, blocks)) * ondisk.BlockBytes)
 	defer v.freeBuffer(buffer, v.timeouts.Load())
@@ -241,7 +248,7 @@ func (v *Volume) checkSecond(r *row, repair func(block uint32)) {
 		read := v.readTable(part, r, 1, first) == nil
 		for i := range n {
 			if !read || v.openTable(part[int(i)*ondisk.BlockBytes:][:ondisk.BlockBytes], r, 1, first+i) != nil {
-				repair(first + i)
+				repair(first+i, true)
 			}
 		}
 	}
@@ -260,14 +267,14 @@ func (v *Volume) loadBlock(b []byte, r *row, c int, block uint32) bool {
 }
 
 // checkRecords empties what is not a record: damage of one is a miss and spares the others.
-func (v *Volume) checkRecords(b []byte, r *row, block uint32, repair func(uint32)) {
+func (v *Volume) checkRecords(b []byte, r *row, block uint32, repair func(uint32, bool)) {
 	for i := range ondisk.RecordsPerBlock {
 		rec := ondisk.BlockRecord(b, i)
 		if !ondisk.ValidRecord(rec) || block*ondisk.RecordsPerBlock+uint32(i) >= r.pool.slotsPerRow &&
 			rec[ondisk.RecordStateOff] != 0 {
 			clear(rec)
 			v.damaged.Add(1)
-			repair(block)
+			repair(block, false)
 		}
 	}
 }
@@ -289,11 +296,8 @@ func (v *Volume) replay(super *ondisk.Superblock) error {
 		}
 		defer ring.release()
 		ring.adviseWhole()
-		reads.Go(func() {
-			if m.readAt(ring.b, j.First) == nil {
-				copies[i] = ring.b
-			}
-		})
+		copies[i] = ring.b
+		reads.Go(func() { m.readPieces(ring.b, j.First) })
 	}
 	reads.Wait()
 	a := applier{v: v}
@@ -307,8 +311,69 @@ func (v *Volume) replay(super *ondisk.Superblock) error {
 		return fmt.Errorf("%w: journal block %d is on no metadata drive and acknowledged ones follow; run tuttifs fsck",
 			ErrCorrupt, scan.Head)
 	}
+	if !v.anySlot(super.Sequence+1) && followed(&j, copies, &scan) {
+		return fmt.Errorf("%w: journal block %d belongs to a mount whose superblock is on no metadata drive; "+
+			"run tuttifs fsck", ErrCorrupt, scan.Head)
+	}
 	v.head, v.chain = scan.Head, scan.Chain
 	return nil
+}
+
+// readPieces reads as much as can be read: one sector that cannot must not take the rest along. What is missing stays
+// zero, which no block is.
+func (m *member) readPieces(b []byte, unit uint64) {
+	for size := min(len(b), readBlocks*ondisk.BlockBytes); len(b) > 0; {
+		n := min(size, len(b))
+		err := m.readAt(b[:n], unit)
+		switch {
+		case err == nil:
+		case errors.Is(err, ErrTimeout) || m.lost(): // it is asked no more
+			clear(b)
+			return
+		case n > ondisk.BlockBytes:
+			size = ondisk.BlockBytes // from here on
+			continue
+		default:
+			clear(b[:n])
+		}
+		b, unit = b[n:], unit+uint64(n/ondisk.BlockBytes)
+	}
+}
+
+// anySlot says whether the slot of a checkpoint is right on any metadata drive, or was never written.
+func (v *Volume) anySlot(sequence uint64) bool {
+	b := drive.AlignedBuffer(ondisk.BlockBytes)
+	for _, m := range v.metadata {
+		unit := m.region.SuperblockUnit + sequence%ondisk.SuperblockSlots
+		if m.readAt(b, unit) != nil {
+			continue
+		}
+		if _, err := ondisk.DecodeSuperblock(b, unit, v.uuid); err == nil || bytes.Equal(b, zeroBlock[:]) {
+			drive.FreeBuffer(b)
+			return true
+		}
+	}
+	return false
+}
+
+var zeroBlock [ondisk.BlockBytes]byte
+
+// followed says whether a later mount went on where a journal ends: its blocks carry another nonce, and follow in number
+// and chain. Only where that mount's superblock is lost can it be that we know nothing of it.
+func followed(j *ondisk.Journal, copies [][]byte, scan *ondisk.Scan) bool {
+	off := scan.Head % j.Blocks * ondisk.BlockBytes
+	for _, ring := range copies {
+		if uint64(len(ring)) < off+ondisk.BlockBytes {
+			continue
+		}
+		b := ring[off : off+ondisk.BlockBytes]
+		later := *j
+		later.Nonce = ondisk.JournalNonce(b)
+		if at, _, err := later.Open(b, scan.Head); err == nil && at.Chain == scan.Chain && later.Nonce != j.Nonce {
+			return true
+		}
+	}
+	return false
 }
 
 // endsAtTail says whether no metadata drive has a journal block behind the last checkpoint. That is so after an

@@ -95,8 +95,11 @@ type row struct {
 	tables   [2]ondisk.Locator
 	driveSet uint64
 
-	dirty      []uint64 // bit per block; Volume.applyMu
-	isDirty    bool     // in Volume.dirtyRows
+	dirty []uint64 // bit per block; Volume.applyMu
+	// second has a bit for each dirty block whose second copy holds nothing worth keeping, nil for none: it is written
+	// before the first, which is the only one. Volume.applyMu.
+	second     []uint64
+	isDirty    bool // in Volume.dirtyRows
 	touched    []atomic.Uint64
 	anyTouched atomic.Bool
 

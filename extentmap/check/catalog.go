@@ -72,14 +72,18 @@ func (c *checker) readCatalog(m *member, first uint64, payloads [][]byte) error 
 			return err
 		}
 		part := b[:min(readBlocks, len(payloads)-at)*ondisk.BlockBytes]
-		if err := read(m, part, first+uint64(at)); err != nil {
-			c.at(m, first+uint64(at), errorf("catalog", advice, "cannot be read: %v", err).safe(fix))
-			continue
-		}
+		whole := read(m, part, first+uint64(at))
 		for i := 0; i*ondisk.BlockBytes < len(part); i++ {
 			n := at + i
 			block := part[i*ondisk.BlockBytes:][:ondisk.BlockBytes]
-			p, err := ondisk.OpenCatalog(block, first, uint32(n), c.tag, c.super.CatalogSeq)
+			var p []byte
+			err := whole
+			if err != nil { // one bad block must not take its neighbours along
+				err = read(m, block, first+uint64(n))
+			}
+			if err == nil {
+				p, err = ondisk.OpenCatalog(block, first, uint32(n), c.tag, c.super.CatalogSeq)
+			}
 			switch {
 			case err != nil:
 				c.at(m, first+uint64(n), errorf("catalog", advice, "block %d is bad: %v", n, err).safe(fix))

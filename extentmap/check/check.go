@@ -223,6 +223,7 @@ type checker struct {
 	label   *ondisk.Label // the newest: what the volume agrees on
 	super   *ondisk.Superblock
 	newest  uint64 // checkpoint that may have written tables
+	noSlot  bool   // a superblock slot is right on no drive: it may have been the newest
 	tag     uint64
 
 	pools     map[uint16]*pool

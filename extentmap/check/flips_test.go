@@ -31,7 +31,8 @@ type flipVolume struct {
 	mirrored bool
 	images   []*maptest.Image
 	contents contents
-	ever     contents // and what was there and was freed: losing both copies of the last batch looks like a crash before it
+	// ever has what was freed as well: losing both copies of the last batch looks like a crash before it.
+	ever     contents
 	metadata []region // what must be as it is
 	payload  []region // what files are made of
 	// counts, for all workers

@@ -34,9 +34,14 @@ func (c *checker) checkJournal() error {
 			return err
 		}
 	}
-	batches, scan, gap, err := c.replay(&j, rings)
+	batches, scan, gap, err := c.replay(&j, rings, s.Tail, s.Chain)
 	if err != nil {
 		return err
+	}
+	if c.noSlot && !gap {
+		if batches, scan, gap, err = c.replayLater(j, rings, batches, scan); err != nil {
+			return err
+		}
 	}
 	c.head = scan.Head
 	c.result.Transactions = uint64(len(batches))
@@ -56,8 +61,8 @@ func (c *checker) checkJournal() error {
 
 // replay brings the journal's batches into memory. Where one is damaged on all drives and later ones are whole, those
 // count if the repair is asked for: an entry says what a slot is, and not how it changed.
-func (c *checker) replay(j *ondisk.Journal, rings [][]byte) (batches []uint64, scan ondisk.Scan, gap bool, err error) {
-	tail, chain := c.super.Tail, c.super.Chain
+func (c *checker) replay(j *ondisk.Journal, rings [][]byte, tail uint64, chain uint32) (
+	batches []uint64, scan ondisk.Scan, gap bool, err error) {
 	for {
 		scan, err = j.Replay(rings, tail, chain, func(sequence uint64, b []byte) error {
 			batches = append(batches, sequence)
@@ -83,6 +88,32 @@ func (c *checker) replay(j *ondisk.Journal, rings [][]byte) (batches []uint64, s
 	}
 }
 
+// replayLater goes on with what a later mount wrote, whose first superblock is the one that is lost: its blocks carry
+// another nonce, and follow in number and chain.
+func (c *checker) replayLater(j ondisk.Journal, rings [][]byte, batches []uint64, scan ondisk.Scan) (
+	[]uint64, ondisk.Scan, bool, error) {
+	off := scan.Head % j.Blocks * ondisk.BlockBytes
+	for _, ring := range rings {
+		if ring == nil {
+			continue
+		}
+		b := ring[off : off+ondisk.BlockBytes]
+		j.Nonce = ondisk.JournalNonce(b)
+		at, _, err := j.Open(b, scan.Head)
+		if err != nil || at.Chain != scan.Chain || j.Nonce == c.super.JournalNonce {
+			continue
+		}
+		if !c.must(c.volume(errorf("journal", "files committed last are lost; have it repaired",
+			"batches of a later mount follow at block %d, and its superblock is lost", scan.Head).
+			ask("they count")), "it is not known whether batches of a later mount count") {
+			break
+		}
+		later, end, _, err := c.replay(&j, rings, scan.Head, scan.Chain)
+		return append(batches, later...), end, true, err
+	}
+	return batches, scan, false, nil
+}
+
 // nextBatch is where a batch begins behind a damaged one, and the chain that its first block has; head if none does.
 func (c *checker) nextBatch(j *ondisk.Journal, rings [][]byte, head uint64) (tail uint64, chain uint32) {
 	for s := head + 1; s-c.super.Tail < j.Blocks; s++ {
@@ -106,22 +137,46 @@ type extent struct {
 	units uint64
 }
 
-// readRing reads a drive's journal block range by range: what cannot be read stays zero, which no journal block is.
-func (c *checker) readRing(m *member, b []byte, first uint64) bool {
-	const step = readBlocks * ondisk.BlockBytes
-	some := false
-	for at := 0; at < len(b); at += step {
+// readRing reads a drive's journal: what cannot be read stays zero, which no journal block is.
+func (c *checker) readRing(m *member, b []byte, first uint64) (some bool) {
+	for at := 0; at < len(b); {
+		n := min(readBlocks*ondisk.BlockBytes, len(b)-at)
 		unit := first + uint64(at/ondisk.BlockBytes)
-		part := b[at:min(at+step, len(b))]
-		if err := read(m, part, unit); err != nil {
-			clear(part)
-			c.at(m, unit, errorf("journal", "replace the drive", "cannot be read: %v", err).
-				safe("the journal is begun anew"))
-			c.unreadable = append(c.unreadable, extent{m, unit, uint64(len(part)) / ondisk.BlockBytes})
+		if read(m, b[at:at+n], unit) == nil {
+			some = true
+		} else {
+			some = c.readRingBlocks(m, b[at:at+n], unit) || some
+		}
+		at += n
+	}
+	return some
+}
+
+// readRingBlocks reads block by block, and reports each run that cannot be read.
+func (c *checker) readRingBlocks(m *member, b []byte, first uint64) (some bool) {
+	bad := extent{m: m}
+	end := func() {
+		if bad.units == 0 {
+			return
+		}
+		c.at(m, bad.first, errorf("journal", "replace the drive", "%d blocks cannot be read", bad.units).
+			safe("the journal is begun anew"))
+		c.unreadable = append(c.unreadable, bad)
+		bad.units = 0
+	}
+	for off := 0; off < len(b); off += ondisk.BlockBytes {
+		block, unit := b[off:off+ondisk.BlockBytes], first+uint64(off/ondisk.BlockBytes)
+		if read(m, block, unit) == nil {
+			some = true
+			end()
 			continue
 		}
-		some = true
+		clear(block)
+		if bad.units++; bad.units == 1 {
+			bad.first = unit
+		}
 	}
+	end()
 	return some
 }
 

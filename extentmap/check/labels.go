@@ -174,25 +174,25 @@ func (c *checker) lengthen(d drive.Drive, l *ondisk.Label) bool {
 	return true
 }
 
-// compareCopies wants both copies of one drive equal. A writer makes the first durable before it begins the second.
+// compareCopies wants both copies of one drive equal. A writer makes one durable before it begins the other.
 func (c *checker) compareCopies(d drive.Drive, first, last *ondisk.Label) *ondisk.Label {
 	a, b := *first, *last
 	a.Unit, b.Unit = 0, 0
-	switch {
-	case a == b:
-		return first
-	case a.Volume == b.Volume && a.Drive == b.Drive && a.Sequence > b.Sequence &&
-		(!a.Clean || a.Sequence == b.Sequence+1):
-		c.at(d, last.Unit, notef("label", "the next mount writes both",
-			"the second copy is older than the first").safe(fixLabel))
+	if a == b {
 		return first
 	}
-	c.at(d, last.Unit, errorf("label", "mount and unmount the volume to write both",
-		"the copies differ (writings %d and %d)", a.Sequence, b.Sequence).safe(fixLabel))
+	newer, older := first, last
 	if b.Volume == a.Volume && b.Sequence > a.Sequence {
-		return last
+		newer, older = last, first
 	}
-	return first
+	if newer.Volume == older.Volume && newer.Drive == older.Drive && newer.Sequence > older.Sequence &&
+		(!newer.Clean || newer.Sequence == older.Sequence+1) {
+		c.at(d, older.Unit, notef("label", "the next mount writes both", "older than the other copy").safe(fixLabel))
+		return newer
+	}
+	c.at(d, older.Unit, errorf("label", "mount and unmount the volume to write both",
+		"the copies differ (writings %d and %d)", a.Sequence, b.Sequence).safe(fixLabel))
+	return newer
 }
 
 // admit makes a drive a member if its label fits the volume's newest.

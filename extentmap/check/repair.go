@@ -165,7 +165,8 @@ func (w *repairer) writeLabels(list []*member) error {
 // role is 1 for a drive with the metadata role.
 func (w *repairer) role(m *member) uint64 { return w.label.Metadata >> m.label.Index & 1 }
 
-// writeTables writes the blocks that are to be written, one copy of each first: the one that holds nothing, if one does.
+// writeTables writes the blocks that are to be written, one copy of each first: the one that holds nothing, if one
+// does.
 func (w *repairer) writeTables() error {
 	buffer := drive.AlignedBuffer(readBlocks * ondisk.BlockBytes)
 	defer drive.FreeBuffer(buffer)

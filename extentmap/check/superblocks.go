@@ -103,7 +103,7 @@ func (c *checker) checkSlot(s *slotState, anyWhole bool) {
 		c.at(s.m, s.unit, c.tornOr(errorf("superblock", advice, "without checkpoint %d, the newest", want).safe(fix)))
 	case !anyWhole:
 		// It may have been the newest. Then what the checkpoint before it knew counts, and the journal behind that.
-		c.newest = newest + 1
+		c.newest, c.noSlot = newest+1, true
 		p = p.ask(fmt.Sprintf("checkpoint %d counts, and what the journal holds behind it", newest))
 		p.advice = "if it was the newest, mounting goes on from the one before: files committed last may be lost"
 		c.must(c.at(s.m, s.unit, c.tornOr(p)), "it is not known which superblock is the newest")

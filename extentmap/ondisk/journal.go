@@ -22,6 +22,9 @@ type BatchBlock struct {
 	Count    uint32 // blocks of the batch
 }
 
+// JournalNonce is the nonce that a block of some mount's journal carries.
+func JournalNonce(b []byte) uint64 { return binary.LittleEndian.Uint64(b[32:]) }
+
 // Unit is where block s lies.
 func (j *Journal) Unit(s uint64) uint64 { return j.First + s%j.Blocks }
 
