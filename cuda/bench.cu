@@ -53,7 +53,7 @@ __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pa
 
 // One warp a row; blocks of whole warps.
 KERNEL tuttifs_bench_step(const BenchStep p) {
-  __shared__ __align__(16) float x[STEP_WIDTH];
+  __align__(16) __shared__ float x[STEP_WIDTH];
   const float* from = reinterpret_cast<const float*>(p.x);
   for (u32 i = threadIdx.x; i < STEP_WIDTH; i += blockDim.x) x[i] = from[i];
   __syncthreads();
@@ -98,8 +98,8 @@ constexpr u32 TILE_BYTES = KEYS * HEAD * 2;
 constexpr u32 CHUNKS = HEAD / 8;  // of 16 bytes in a row of a tile
 constexpr float LOG2E = 1.4426950408889634f;
 
-// Hardware's instructions, one function each. A test of the fragments' layout on a CPU has its own.
-#ifndef TUTTIFS_EMULATE
+// Hardware's instructions, one function each. A test that runs the kernels on a CPU has its own.
+#ifndef TUTTIFS_EMULATED
 // D += A B of m16n8k16, bf16 with f32 sums.
 __device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm volatile(
@@ -145,6 +145,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
 }
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ u64 nanoseconds() {
+  u64 now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
 #endif
 
 // Rows of a tile are 256 bytes, so that equal chunks of eight rows lie in the same banks; exchanging chunks by the row
@@ -248,7 +254,7 @@ __device__ __forceinline__ void accumulate(float (&o)[HEAD / 8][4], const float 
 // Grid: tokens / QUERIES * heads, blocks of 256. Tiles of keys and values take turns in three places of shared memory:
 // while one is worked on, the two that follow are on their way.
 KERNEL __launch_bounds__(256, 1) tuttifs_bench_attention(const BenchAttention p) {
-  __shared__ __align__(128) u8 tiles[3][TILE_BYTES];
+  __align__(128) __shared__ u8 tiles[3][TILE_BYTES];
   const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   // Blocks that run together have the queries of one head, which have its keys in the L2 cache; the last queries have
   // most keys and begin.
@@ -355,10 +361,8 @@ KERNEL tuttifs_bench_attention_plain(const BenchAttention p) {
 // ---- Waiting --------------------------------------------------------------------------------------------------------
 
 // Keeps one SM a block busy for a time by the GPU's clock.
-KERNEL tuttifs_spin(const u64 nanoseconds) {
-  u64 begin, now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
-  do {
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
-  } while (now - begin < nanoseconds);
+KERNEL tuttifs_spin(const u64 time) {
+  const u64 begin = nanoseconds();
+  while (nanoseconds() - begin < time) {
+  }
 }

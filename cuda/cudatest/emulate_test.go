@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"sync"
 	"testing"
 	"unsafe"
 
@@ -25,21 +26,19 @@ func mirror(kernel string, grid, block uint32, params unsafe.Pointer) {
 	Kernels()[kernel](grid, block, params)
 }
 
-// emulator compiles ring.cu for this processor.
+// emulator compiles ring.cu and bench.cu for this processor, once.
 func emulator(t testing.TB) launcher {
 	t.Helper()
 	if _, err := exec.LookPath("g++"); err != nil {
-		t.Skip("no g++ here to compile ring.cu for this processor")
+		t.Skip("no g++ here to compile the kernels for this processor")
 	}
-	for _, source := range []string{"../ring.cu", "../testdata/emulate.cc", "../testdata/emulate.h"} {
+	for _, source := range []string{
+		"../ring.cu", "../bench.cu", "../testdata/emulate.cc", "../testdata/emulate_bench.cc", "../testdata/emulate.h",
+	} {
 		_, err := os.ReadFile(source) // go test runs anew what has read a file that changed
 		require.NoError(t, err)
 	}
-	library := filepath.Join(t.TempDir(), "ring.so")
-	out, err := exec.Command("g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unused-function",
-		"-Wno-unknown-pragmas", "-o", library, filepath.Join("..", "testdata", "emulate.cc")).CombinedOutput()
-	require.NoError(t, err, "%s", out)
-	handle, err := purego.Dlopen(library, purego.RTLD_NOW|purego.RTLD_LOCAL)
+	handle, err := emulated()
 	require.NoError(t, err)
 	return func(kernel string, grid, block uint32, params unsafe.Pointer) {
 		var f func(grid, block uint32, params unsafe.Pointer)
@@ -47,6 +46,21 @@ func emulator(t testing.TB) launcher {
 		f(grid, block, params)
 	}
 }
+
+var emulated = sync.OnceValues(func() (uintptr, error) {
+	folder, err := os.MkdirTemp("", "tuttifs-emulate-")
+	if err != nil {
+		return 0, err
+	}
+	defer os.RemoveAll(folder) // what is loaded stays
+	library := filepath.Join(folder, "kernels.so")
+	out, err := exec.Command("g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unused-function",
+		"-Wno-unknown-pragmas", "-o", library, "../testdata/emulate.cc", "../testdata/emulate_bench.cc").CombinedOutput()
+	if err != nil {
+		return 0, fmt.Errorf("%w: %s", err, out)
+	}
+	return purego.Dlopen(library, purego.RTLD_NOW|purego.RTLD_LOCAL)
+})
 
 // same runs a kernel twice on one world, the mirror and the other, and compares all of it.
 func same(t *testing.T, w *world, other launcher, kernel string, grid, block uint32, params unsafe.Pointer) {

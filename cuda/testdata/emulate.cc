@@ -5,7 +5,6 @@
 #include "../ring.cu"
 
 #include <cstdio>
-#include <functional>
 
 Dim threadIdx, blockIdx, blockDim, gridDim;
 
@@ -76,7 +75,7 @@ static void start() {
 }
 
 // run runs a grid, a block after another. Fibers are taken in an order that changes from round to round.
-static void run(unsigned grid, unsigned block, std::function<void()> f) {
+void run(unsigned grid, unsigned block, std::function<void()> f) {
 	body = f;
 	fibers = new Fiber[block]();
 	for (unsigned i = 0; i < block; i++) fibers[i].stack = static_cast<char *>(malloc(stackBytes));

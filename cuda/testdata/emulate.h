@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <functional>
 #include <sched.h>
 #include <ucontext.h>
 
@@ -56,6 +57,9 @@ bool barrier(bool v);
 
 // exchange brings a value and returns when the whole warp has: the fibers of the warp, and which of their values.
 Fiber *exchange(unsigned long long v, unsigned &turn);
+
+// run runs a grid of a kernel.
+void run(unsigned grid, unsigned block, std::function<void()> f);
 
 // misaligned ends the process: hardware would fault.
 void misaligned(const void *p, size_t n);
