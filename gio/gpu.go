@@ -48,8 +48,8 @@ const (
 	movesMax             = 16
 )
 
-// kernelGrace is what a kernel, a copy or a call of the driver may take beyond the ring's deadline, since kernels wait
-// for room beside long ones, before the GPU is given up.
+// kernelGrace is what a kernel, a copy or a call of the driver may take beyond the ring's deadline, since kernels
+// wait for room beside long ones, before the GPU is given up.
 const kernelGrace = 15 * time.Second
 
 var (
@@ -60,9 +60,9 @@ var (
 // GPU is the executor on the GPU: kernels build the commands and bring bytes to their places; the host rings, checks
 // completions and feeds the copy engine, chunk by chunk. Safe for concurrent use.
 //
-// One thread, the I/O thread, owns lanes, movers and launches, and is the only one that calls CUDA while batches move. A
-// second one makes the calls that may take long: allocation, registration, uploads of extent maps. A third goroutine
-// calls nothing of CUDA and ends all waits if one of them hangs in the driver.
+// One thread, the I/O thread, owns lanes, movers and launches, and is the only one that calls CUDA while batches
+// move. A second one makes the calls that may take long: allocation, registration, uploads of extent maps. A third
+// goroutine calls nothing of CUDA and ends all waits if one of them hangs in the driver.
 type GPU struct {
 	base
 	gpu     GPUConfig
@@ -195,8 +195,8 @@ func (g *GPU) kernelBound() int64 { return int64(g.config.Deadline + kernelGrace
 // Alive counts the lanes that still carry chunks.
 func (g *GPU) Alive() int { return int(g.alive.Load()) }
 
-// Abandon ends every wait with an error that is ErrDead, without quiescing: the controllers' owner is gone. Copies from
-// and to the DMA memory that are under way end before their batch does; none is started any more. The DMA memory
+// Abandon ends every wait with an error that is ErrDead, without quiescing: the controllers' owner is gone. Copies
+// from and to the DMA memory that are under way end before their batch does; none is started any more. The DMA memory
 // stays registered with CUDA until Close.
 func (g *GPU) Abandon(cause error) {
 	g.breakWith(fmt.Errorf("%w: %w", ErrDead, cause))
@@ -241,8 +241,8 @@ func (g *GPU) onThread(f func() error) error {
 	}
 }
 
-// Close fails what is in flight or waiting, quiescing first, gives everything back and refuses everything afterwards. It
-// returns an error if a lane could not be quiesced: the DMA memory may then still be written to.
+// Close fails what is in flight or waiting, quiescing first, gives everything back and refuses everything afterwards.
+// It returns an error if a lane could not be quiesced: the DMA memory may then still be written to.
 func (g *GPU) Close() error {
 	g.mu.Lock()
 	if g.closed {

@@ -57,7 +57,8 @@ type gpuTicket struct {
 	settled  int         // chunks that are over
 	over     error       // why the batch was given up
 	kernels  int         // under way for it
-	progress int64       // when the last one ended
+	progress int64       // when the last one ended, or a chunk arrived
+	late     bool        // a chunk missed its deadline
 	failed   []Result
 }
 
@@ -141,8 +142,9 @@ func (g *GPU) Issue(write bool, m *Map, ctxs []IOCTX) (Ticket, error) {
 	return t, nil
 }
 
-// IssueAfter queues a batch that touches its buffers only after an event of the engine's, if it is not nil: the target's
-// last reader, or the compute that produced the source. The event was recorded before and stays alive until Wait.
+// IssueAfter queues a batch that touches its buffers only after an event of the engine's, if it is not nil: the
+// target's last reader, or the compute that produced the source. The event was recorded before and stays alive until
+// Wait.
 func (g *GPU) IssueAfter(write bool, m *Map, ctxs []IOCTX, after *cuda.Event) (GPUTicket, error) {
 	t, err := g.issue(write, m, ctxs, batchOptions{after: after})
 	if err != nil {
@@ -277,9 +279,9 @@ func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
 	return nil
 }
 
-// planner cuts a batch into chunks and packs their cells. Kernels find an IOCTX's cell by arithmetic, so that cells repeat
-// by groups: of the objects of a layer's slot, mostly. Where the objects' lengths do not repeat, all cells are as long
-// as the longest.
+// planner cuts a batch into chunks and packs their cells. Kernels find an IOCTX's cell by arithmetic, so that cells
+// repeat by groups: of the objects of a layer's slot, mostly. Where the objects' lengths do not repeat, all cells are
+// as long as the longest.
 type planner struct {
 	t       *gpuTicket
 	ctxs    []IOCTX
@@ -338,7 +340,8 @@ func (p *planner) cellOf(object uint16) uint32 {
 	return n
 }
 
-// period is the length of the shortest group of IOCTXs whose objects repeat all through the batch, 1 if there is none.
+// period is the length of the shortest group of IOCTXs whose objects repeat all through the batch, 1 if there is
+// none.
 func (p *planner) period() int {
 	n := 1
 	for n < len(p.ctxs) && p.ctxs[n].Object != p.ctxs[0].Object {

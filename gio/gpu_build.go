@@ -7,8 +7,8 @@ import (
 	"tuttifs/cuda"
 )
 
-// launch is a kernel that was launched and is not known to be done. Kernels count a word up in pinned memory, which costs
-// the host a load to see.
+// launch is a kernel that was launched and is not known to be done. Kernels count a word up in pinned memory, which
+// costs the host a load to see.
 type launch struct {
 	kind      launchKind
 	done      *uint32
@@ -124,7 +124,7 @@ func (th *ioThread) takes(l *gpuLane, write bool) bool {
 	if !none {
 		return direction == write && (!write || len(l.ahead) < writeAhead)
 	}
-	return !write || th.writing() < int(writeLanes(th.g.alive.Load()))
+	return !write || th.carrying < int(writeLanes(th.g.alive.Load()))
 }
 
 // writing counts the lanes that carry writes.
@@ -156,10 +156,13 @@ func (l *gpuLane) hungry() bool {
 	return int(left) <= l.g.depth/2
 }
 
-// buildSome launches one build for a batch: of chunks that were built in vain, one at a time, or of the next ones, as many
-// as lanes have room for.
+// buildSome launches one build for a batch: of chunks that were built in vain, one at a time, or of the next ones, as
+// many as lanes have room for.
 func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
 	hungry := false
+	if t.write {
+		th.carrying = th.writing()
+	}
 	for i, l := range th.g.lanes {
 		th.open[i] = th.takes(l, t.write)
 		hungry = hungry || th.open[i] && l.hungry()
@@ -200,8 +203,11 @@ func (th *ioThread) assign(c *gpuChunk) bool {
 		}
 		if write, none := l.direction(); c.t.write && !none && write && len(l.ahead) >= writeAhead {
 			continue
-		} else if none && c.t.write && th.writing() >= int(writeLanes(th.g.alive.Load())) {
-			continue
+		} else if none && c.t.write {
+			if th.carrying >= int(writeLanes(th.g.alive.Load())) {
+				continue
+			}
+			th.carrying++
 		}
 		l.ahead = append(l.ahead, c)
 		l.unbuilt += c.count

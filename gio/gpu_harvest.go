@@ -6,8 +6,8 @@ import (
 	"tuttifs/cuda"
 )
 
-// arrivedChunk takes a chunk over from its lane: all of its commands are complete, and its bytes are where they go, or
-// in the staging.
+// arrivedChunk takes a chunk over from its lane: all of its commands are complete, and its bytes are where they go,
+// or in the staging.
 func (g *GPU) arrivedChunk(c *gpuChunk) {
 	t, th := c.t, &g.thread
 	if t.write {
@@ -24,8 +24,8 @@ func (g *GPU) arrivedChunk(c *gpuChunk) {
 	th.list(c)
 }
 
-// failChunk gives every IOCTX of a chunk that has no outcome yet the same one, and has the targets of a read zeroed. No
-// controller and no copy touches the chunk's memory any more.
+// failChunk gives every IOCTX of a chunk that has no outcome yet the same one, and has the targets of a read zeroed.
+// No controller and no copy touches the chunk's memory any more.
 func (g *GPU) failChunk(c *gpuChunk, err error) {
 	t, th := c.t, &g.thread
 	for i := int(c.first); i < int(c.first+c.count); i++ {
@@ -200,8 +200,8 @@ func (th *ioThread) settle(t *gpuTicket, n int) {
 	}
 }
 
-// zeroOnHost zeroes the host memory that a failed read's chunk has for its targets: all that can be done when the GPU is
-// gone.
+// zeroOnHost zeroes the host memory that a failed read's chunk has for its targets: all that can be done when the GPU
+// is gone.
 func (th *ioThread) zeroOnHost(c *gpuChunk) {
 	t := c.t
 	for i := c.first; i < c.first+c.count; i++ {

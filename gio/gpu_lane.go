@@ -11,8 +11,8 @@ import (
 )
 
 // gpuLane is one set of queue pairs, one per drive: like a lane of the CPU ring, it has one chunk under way, in one
-// direction. The commands of the chunks that follow stand in its queues already, beyond the doorbells. All of it is the
-// I/O thread's.
+// direction. The commands of the chunks that follow stand in its queues already, beyond the doorbells. All of it is
+// the I/O thread's.
 type gpuLane struct {
 	g         *GPU
 	number    int
@@ -250,6 +250,7 @@ func (l *gpuLane) finish(now int64) {
 		}
 	}
 	l.g.disarm()
+	c.t.progress = now
 	if !c.t.write && c.bytes > 0 {
 		l.state = laneMoving
 		l.g.in.add(l)
@@ -330,8 +331,8 @@ func (l *gpuLane) rewind() {
 	clear(l.built)
 }
 
-// fail quiesces the lane, which ends its chunk with an error. The chunk's memory is given back only after the owner of
-// the controllers has confirmed that nothing of it is in flight. That may take long, and so a helper asks.
+// fail quiesces the lane, which ends its chunk with an error. The chunk's memory is given back only after the owner
+// of the controllers has confirmed that nothing of it is in flight. That may take long, and so a helper asks.
 func (l *gpuLane) fail(cause error) {
 	l.state, l.cause = laneQuiescing, cause
 	l.helper.Store(nil)

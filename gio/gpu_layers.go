@@ -22,7 +22,8 @@ type GPULayers interface {
 	StoreLayerAfter(layer uint16, src []uint64, after *cuda.Event) (GPULayerTicket, error)
 }
 
-// gpuLayers is the layer verbs on the GPU: trailers pass by the host, sums are taken and compared by gather and harvest.
+// gpuLayers is the layer verbs on the GPU: trailers pass by the host, sums are taken and compared by gather and
+// harvest.
 type gpuLayers struct {
 	layerState
 	g      *GPU

@@ -7,8 +7,8 @@ import (
 	"tuttifs/cuda"
 )
 
-// staging is device memory between the copy engine and the kernels, in slots of one chunk each. Writes hold half of them at
-// most, so that those which drives hold back leave room for reads.
+// staging is device memory between the copy engine and the kernels, in slots of one chunk each. Writes hold half of
+// them at most, so that those which drives hold back leave room for reads.
 type staging struct {
 	memory cuda.Pointer
 	size   uint64
@@ -88,7 +88,8 @@ type mover struct {
 	pieces []piece    // ring
 	head   int
 	count  int
-	hungry bool // the first lane wants a slot and there is none
+	undone int64 // when the piece at head was last seen not to be done, 0: not yet
+	before int64 // the same of the piece before it
 }
 
 // piece is one copy that is under way.
@@ -97,7 +98,12 @@ type piece struct {
 	lane  *gpuLane
 	last  bool
 	since int64
+	least int64 // nanoseconds that it takes
 }
+
+// linkBytesPerMicrosecond is more than any link carries. A piece cannot be done earlier, and is not asked for: every
+// question is a call of the driver.
+const linkBytesPerMicrosecond = 64_000
 
 func (m *mover) setUp(g *GPU, s *cuda.Stream, in bool) error {
 	m.g, m.stream, m.in = g, s, in
@@ -141,20 +147,32 @@ func (m *mover) cancel(l *gpuLane) {
 	}
 }
 
+// earliest is when the piece at head may be done: not before the time that it takes has passed since it was enqueued,
+// and since the one before it was seen not to be done.
+func (m *mover) earliest() int64 {
+	p := &m.pieces[m.head]
+	return max(p.since, m.before) + p.least
+}
+
 // poll takes note of pieces that are done.
 func (m *mover) poll(now int64) (moved bool, err error) {
 	for m.count > 0 {
 		p := &m.pieces[m.head]
+		if now < m.earliest() {
+			return moved, nil
+		}
 		done, err := p.event.Query()
 		if err != nil {
 			return moved, err
 		}
 		if !done {
+			m.undone = now
 			if now-p.since > m.g.kernelBound() {
 				return moved, fmt.Errorf("%w: a copy of %d bytes did not end", errStuck, m.g.gpu.MoveBytes)
 			}
 			return moved, nil
 		}
+		m.before, m.undone = m.undone, 0
 		m.head = (m.head + 1) % len(m.pieces)
 		m.count--
 		moved = true
@@ -168,14 +186,12 @@ func (m *mover) poll(now int64) (moved bool, err error) {
 
 // submit enqueues pieces, as many as may be outstanding.
 func (m *mover) submit(now int64) (moved bool, err error) {
-	m.hungry = false
 	for m.count < len(m.pieces) && len(m.queue) > 0 {
 		l := m.queue[0]
 		c := l.active
 		if c.slot == noSlot { // a read's; a write has had one since it was gathered
 			if m.g.staging.room(false) == 0 {
-				m.hungry = true
-				return moved, nil
+				return moved, nil // a harvest frees some
 			}
 			c.slot = m.g.staging.take(false)
 		}
@@ -197,6 +213,7 @@ func (m *mover) submit(now int64) (moved bool, err error) {
 		m.count++
 		m.offset += n
 		p.lane, p.last, p.since = l, m.offset == c.bytes, now
+		p.least = int64(n) * 1000 / linkBytesPerMicrosecond
 		l.pieces++
 		moved = true
 		m.g.stats.moves.Add(1)

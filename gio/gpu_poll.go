@@ -63,7 +63,8 @@ func (r *pollRun) close(g *GPU) {
 	}
 }
 
-// planWhole makes one chunk of a batch: a polling kernel divides it itself. All of it is bounced if something must be.
+// planWhole makes one chunk of a batch: a polling kernel divides it itself. All of it is bounced if something must
+// be.
 func (p *planner) planWhole() {
 	kinds := kindOf{t: p.t}
 	for i := range p.ctxs {
@@ -74,7 +75,8 @@ func (p *planner) planWhole() {
 	p.t.chunks = []gpuChunk{{t: p.t, count: uint32(p.t.n), slot: noSlot, direct: true, payload: p.payload(0, p.t.n)}}
 }
 
-// pollBatches launches kernels for batches whose turn it is, and ends those that are over. Writes leave a lane to reads.
+// pollBatches launches kernels for batches whose turn it is, and ends those that are over. Writes leave a lane to
+// reads.
 func (th *ioThread) pollBatches(now int64) (moved bool, err error) {
 	if !th.g.gpu.Polling {
 		return false, nil

@@ -45,8 +45,8 @@ func (m *Memory) Block(class int, block uint64) uint64 {
 func (m *Memory) DeviceBytes() uint64 { return m.device.bytes }
 
 // Register makes host memory usable in IOCTXs: inside the DMA memory it is reached directly where an object's bytes
-// fill whole 4-KiB units, elsewhere through bounce cells, and kernels bring the bytes to their place. The caller keeps
-// buf alive until Unregister gives everything back.
+// fill whole 4-KiB units, elsewhere through bounce cells, and kernels bring the bytes to their place. The caller
+// keeps buf alive until Unregister gives everything back.
 func (g *GPU) Register(buf []byte) (*Memory, error) { return g.registerHost(buf, false) }
 
 // RegisterPadded registers DMA memory in which every object has room for whole 4-KiB units; see Ring.RegisterPadded.
@@ -129,8 +129,8 @@ func (p *Paged) validate() (entries uint64, err error) {
 	return p.Blocks * each, nil
 }
 
-// RegisterPaged makes a pool of KV blocks usable in IOCTXs as its engine has allocated it; Block makes descriptors. It
-// costs 16 bytes a run on the device, and the PRP lists where controllers reach the memory and take no SGLs.
+// RegisterPaged makes a pool of KV blocks usable in IOCTXs as its engine has allocated it; Block makes descriptors.
+// It costs 16 bytes a run on the device, and the PRP lists where controllers reach the memory and take no SGLs.
 func (g *GPU) RegisterPaged(p Paged) (*Memory, error) {
 	entries, err := p.validate()
 	if err != nil {
@@ -174,8 +174,8 @@ func (g *GPU) RegisterPaged(p Paged) (*Memory, error) {
 	})
 }
 
-// pagedDirect says whether controllers reach all of the pool by one offset, what to add to addresses, and how many bytes
-// of PRP list a run has: none with SGL. Lists serve runs of whole pages of which an object's are in one page.
+// pagedDirect says whether controllers reach all of the pool by one offset, what to add to addresses, and how many
+// bytes of PRP list a run has: none with SGL. Lists serve runs of whole pages of which an object's are in one page.
 func (g *GPU) pagedDirect(p *Paged) (list, io uint64, ok bool) {
 	for c, class := range p.Classes {
 		for i, r := range class {

@@ -32,8 +32,8 @@ func (g *GPU) Stats() GPUStats {
 	}
 }
 
-// threadNanos is the CPU time of a thread of this process, 0 once it has ended. The kernel makes clock numbers of thread
-// numbers: all bits but the lowest three are the number's complement, 4 says thread, 2 scheduled time.
+// threadNanos is the CPU time of a thread of this process, 0 once it has ended. The kernel makes clock numbers of
+// thread numbers: all bits but the lowest three are the number's complement, 4 says thread, 2 scheduled time.
 func threadNanos(thread int32) uint64 {
 	if thread == 0 {
 		return 0

@@ -25,28 +25,33 @@ type ioThread struct {
 	harvests      int    // of them
 	open          []bool // by lane, while a build is put together
 	lane          int    // that had the last chunk
+	carrying      int    // lanes with writes, likewise
 	work          *cuda.HostMemory
 	dead          bool // CUDA has failed: nothing is asked of it any more
 	closed        bool
 	closeErrors   []error
 	checked       int64 // when deadlines were looked at
 	queried       int64 // when kernels under way were asked for errors
+	now           int64 // when the round began
 	idle          int   // rounds in which nothing happened
 	buildParams   cuda.BuildParams
 	harvestParams cuda.HarvestParams
 	runs          [2]pollRun // of the polling executor
 }
 
-// waitDeadlines is how many deadlines a wait may last, though every chunk gets no more than one.
+// waitDeadlines is how many deadlines a wait may last once a chunk has missed its own. Otherwise it lasts as long as
+// there is progress.
 const waitDeadlines = 4
 
 // Times of the I/O thread, nanoseconds.
 const (
-	checkNanos  = int64(time.Millisecond)
-	queryNanos  = int64(50 * time.Millisecond)
-	spinRounds  = 4   // before the first nap
-	quietRounds = 100 // before naps are long
-	quietNanos  = 50_000
+	checkNanos   = int64(time.Millisecond)
+	queryNanos   = int64(50 * time.Millisecond)
+	copyNapLeast = 5_000
+	copyNapMost  = 50_000
+	spinRounds   = 4   // before the first nap
+	quietRounds  = 100 // before naps are long
+	quietNanos   = 50_000
 )
 
 func (th *ioThread) setUp(g *GPU) (err error) {
@@ -99,11 +104,11 @@ func (g *GPU) run() {
 		th.fatal(err)
 	}
 	for {
-		now := g.now()
-		g.beat.Store(now)
-		moved := th.round(now)
+		th.now = g.now()
+		g.beat.Store(th.now)
+		moved := th.round(th.now)
 		switch {
-		case moved:
+		case moved && g.in.count+g.out.count == 0:
 			th.idle = 0
 		case len(th.live) > 0:
 			th.rest()
@@ -127,17 +132,34 @@ func (th *ioThread) park() {
 	th.idle = 0
 }
 
-// rest passes a moment in which nothing happens. A copy of a piece takes longer than a nap, and the next one is enqueued
-// already.
+// rest passes a moment. While pieces are being copied there is time until the next one is done, since another one is
+// enqueued behind it. Otherwise somebody may be waiting for a kernel or a drive, and it looks a few times before it
+// naps.
 func (th *ioThread) rest() {
 	th.idle++
-	switch {
+	switch left := th.copying(); {
+	case left > 0:
+		sleep(min(max(left, copyNapLeast), copyNapMost), th.g.procs)
 	case th.idle <= spinRounds:
 	case th.idle > quietRounds:
 		sleep(quietNanos, th.g.procs)
 	default:
 		sleep(napNanoseconds, th.g.procs)
 	}
+}
+
+// copying is how long the copies under way take at least, 0 if there are none.
+func (th *ioThread) copying() (left int64) {
+	for _, m := range [...]*mover{&th.g.in, &th.g.out} {
+		if m.count == 0 {
+			continue
+		}
+		until := max(1, m.earliest()-th.now)
+		if left == 0 || until < left {
+			left = until
+		}
+	}
+	return left
 }
 
 func (th *ioThread) lanesStill() bool {
@@ -274,8 +296,8 @@ func (th *ioThread) admit(t *gpuTicket) {
 	}
 }
 
-// release admits batches whose event has come. No kernel and no stream waits for it, since a stream that waits would hold
-// others. The first of each direction is asked for: engines' events come in the order of their batches, mostly.
+// release admits batches whose event has come. No kernel and no stream waits for it, since a stream that waits would
+// hold others. The first of each direction is asked for: engines' events come in the order of their batches, mostly.
 func (th *ioThread) release(int64) (moved bool, err error) {
 	var asked [2]bool
 	for i := 0; i < len(th.held); {
@@ -409,6 +431,7 @@ func (th *ioThread) check(now int64) error {
 	for _, l := range g.lanes {
 		if l.state == laneRung && now > l.deadline && !l.arrived() {
 			g.stats.timeouts.Add(uint64(l.active.count))
+			l.active.t.late = true
 			l.fail(ErrTimeout)
 		}
 	}
@@ -418,7 +441,8 @@ func (th *ioThread) check(now int64) error {
 			continue // kernels have their own bound
 		}
 		// Chunks have a deadline of their own, which comes first.
-		if d := int64(g.config.Deadline); now-max(since, t.progress) > d+d/4 || now-since > waitDeadlines*d {
+		d := int64(g.config.Deadline)
+		if now-max(since, t.progress) > d+d/4 || t.late && now-since > waitDeadlines*d {
 			th.giveUp(t, ErrTimeout)
 		}
 	}
@@ -438,8 +462,8 @@ func (th *ioThread) check(now int64) error {
 	return nil
 }
 
-// fatal gives the GPU up: its context is of no use any more. Lanes are quiesced, everything ends with ErrDead, and host
-// memory is zeroed by the host.
+// fatal gives the GPU up: its context is of no use any more. Lanes are quiesced, everything ends with ErrDead, and
+// host memory is zeroed by the host.
 func (th *ioThread) fatal(err error) {
 	if th.dead {
 		return

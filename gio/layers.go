@@ -21,9 +21,9 @@ type scratch struct {
 	memory *Memory
 }
 
-// layerState is what the layer verbs of all executors keep for one batch of slots and one rank: the slots' trailers (read
-// and verified at first, or collected for a store). Several layers may be in flight; methods are safe for concurrent
-// use, but not Finish and Close beside others.
+// layerState is what the layer verbs of all executors keep for one batch of slots and one rank: the slots' trailers
+// (read and verified at first, or collected for a store). Several layers may be in flight; methods are safe for
+// concurrent use, but not Finish and Close beside others.
 //
 // A slot fails alone: its targets are zeroed, it is skipped from then on and Failed says why. The error that a verb
 // itself returns is about the batch: a wrong argument, or a ring that is gone.
@@ -84,8 +84,8 @@ func (r *Ring) run(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
 	return r.wait(t)
 }
 
-// OpenLayers prepares restoring: it reads and verifies the rank's trailers of all slots. Slots whose trailer is bad are
-// reported by Failed. The caller leaves slots alone until Close.
+// OpenLayers prepares restoring: it reads and verifies the rank's trailers of all slots. Slots whose trailer is bad
+// are reported by Failed. The caller leaves slots alone until Close.
 func (r *Ring) OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
 	l, err := r.newLayers(m, rank, slots, false)
 	if err != nil {
@@ -183,8 +183,8 @@ func (l *ringLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, err
 	return t, nil
 }
 
-// StoreLayer writes the layer's objects of all slots and keeps their sums. The caller leaves src and the payloads alone
-// until Wait.
+// StoreLayer writes the layer's objects of all slots and keeps their sums. The caller leaves src and the payloads
+// alone until Wait.
 func (l *ringLayers) StoreLayer(layer uint16, src []uint64) (LayerTicket, error) {
 	t := &ringLayerTicket{layers: l}
 	batch, ctxs, err := l.prepare(layer, src, true)

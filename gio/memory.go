@@ -8,8 +8,8 @@ import (
 	"unsafe"
 )
 
-// A descriptor is a registered region and a byte offset in it: [63:56] the region's generation, so that a descriptor of
-// memory that was given back is refused and not followed; [55:44] the region; [43:0] the offset.
+// A descriptor is a registered region and a byte offset in it: [63:56] the region's generation, so that a descriptor
+// of memory that was given back is refused and not followed; [55:44] the region; [43:0] the offset.
 const (
 	offsetBits = 44
 	regionBits = 12
@@ -43,8 +43,9 @@ func (m *Memory) at(desc uint64, n uint32) []byte {
 	return m.buf[off : off+uint64(n) : off+uint64(n)]
 }
 
-// Register makes buf usable in IOCTXs. Inside the DMA memory it is reached directly where an object's bytes fill whole
-// 4-KiB units, elsewhere through bounce cells. The caller keeps buf alive until Unregister gives everything back.
+// Register makes buf usable in IOCTXs. Inside the DMA memory it is reached directly where an object's bytes fill
+// whole 4-KiB units, elsewhere through bounce cells. The caller keeps buf alive until Unregister gives everything
+// back.
 func (r *Ring) Register(buf []byte) (*Memory, error) { return r.register(buf, false) }
 
 // RegisterPadded registers DMA memory in which every object has room for whole 4-KiB units, so that objects of odd
@@ -141,7 +142,8 @@ func (t *regionTable) lookup(desc uint64) *Memory {
 	return m
 }
 
-// hold keeps the memory of a batch registered until letGo. Descriptors of no memory are left for their chunks to report.
+// hold keeps the memory of a batch registered until letGo. Descriptors of no memory are left for their chunks to
+// report.
 func (t *regionTable) hold(ctxs []IOCTX) (held []*Memory) {
 	last := ^uint64(0)
 	t.mu.Lock()
