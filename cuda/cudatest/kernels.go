@@ -244,7 +244,9 @@ func (b *builder) command(sqe *nvme.SQE, ctx *cuda.KernelIOCTX, e extent, q *cud
 	cell, room uint64) uint8 {
 
 	if ctx.Flags == flagFlush && b.write {
-		nvme.BuildFlush(sqe, cid, namespace)
+		var made nvme.SQE
+		nvme.BuildFlush(&made, cid, namespace)
+		publish(sqe, &made)
 		return cuda.OutcomeOK
 	}
 	if ctx.Flags != 0 {
@@ -267,9 +269,14 @@ func (b *builder) command(sqe *nvme.SQE, ctx *cuda.KernelIOCTX, e extent, q *cud
 	if !ok {
 		return cuda.OutcomeMemory
 	}
-	*sqe = made
+	publish(sqe, &made)
 	return cuda.OutcomeOK
 }
+
+// publish writes a command into its queue, which Go code reads when the host has rung.
+//
+//go:norace
+func publish(sqe, made *nvme.SQE) { *sqe = *made }
 
 // cellOffset is where the cell of IOCTX k of a chunk begins.
 func cellOffset(c *cuda.KernelCells, k uint32) uint64 {
