@@ -115,7 +115,7 @@ func (v *Volume) AddDrive(d drive.Drive, o AddOptions) (index uint16, err error)
 	}
 	v.changing.Lock()
 	defer v.changing.Unlock()
-	l, _, err := readLabel(d)
+	l, err := readLabel(d)
 	if err == nil && l.Volume == v.uuid {
 		if m := v.member(l.Index); m != nil && m.uuid == l.Drive {
 			return l.Index, v.rejoin(m, d, l, o)

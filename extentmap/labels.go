@@ -12,27 +12,23 @@ import (
 	"tuttifs/extentmap/ondisk"
 )
 
-// readLabel reads a drive's label: of the two copies the newer valid one. firstOnly says that the second copy is none.
-// The error is a *DriveError.
-func readLabel(d drive.Drive) (l *ondisk.Label, firstOnly bool, err error) {
+// readLabel reads a drive's label: of the two copies the newer valid one. The error is a *DriveError.
+func readLabel(d drive.Drive) (*ondisk.Label, error) {
 	b := drive.AlignedBuffer(ondisk.BlockBytes)
 	last := uint64(d.Size())/ondisk.BlockBytes - 1
 	if d.Size() < 2*ondisk.BlockBytes {
-		return nil, false, &DriveError{Err: ErrForeign, Name: d.Name(), Index: -1,
-			Advice: "too small to be a tuttifs drive"}
+		return nil, &DriveError{Err: ErrForeign, Name: d.Name(), Index: -1, Advice: "too small to be a tuttifs drive"}
 	}
 	var best, named *ondisk.Label
 	var problem error
 	found := false
 	for _, unit := range []uint64{0, last} {
-		firstOnly = best != nil // unless this is one, too
 		if err := d.ReadAt(b, int64(unit)*ondisk.BlockBytes); err != nil {
 			problem = firstError(problem, err)
 			continue
 		}
 		l, err := ondisk.DecodeLabel(b, unit)
 		found = found || !errors.Is(err, ondisk.ErrMagic)
-		firstOnly = firstOnly && err != nil
 		switch {
 		case err == nil && (best == nil || l.Sequence > best.Sequence):
 			best = l
@@ -44,15 +40,15 @@ func readLabel(d drive.Drive) (l *ondisk.Label, firstOnly bool, err error) {
 	}
 	switch {
 	case named != nil:
-		return nil, false, &DriveError{Err: ErrNewerFormat, Name: d.Name(), Index: int(named.Index), UUID: named.Drive,
+		return nil, &DriveError{Err: ErrNewerFormat, Name: d.Name(), Index: int(named.Index), UUID: named.Drive,
 			Advice: "use a newer tuttifs", Cause: problem}
 	case best != nil:
-		return best, firstOnly, nil
+		return best, nil
 	case found || problem != nil:
-		return nil, false, &DriveError{Err: ErrCorrupt, Name: d.Name(), Index: -1,
+		return nil, &DriveError{Err: ErrCorrupt, Name: d.Name(), Index: -1,
 			Advice: "both copies of the label are damaged; run tuttifs fsck", Cause: problem}
 	}
-	return nil, false, &DriveError{Err: ErrForeign, Name: d.Name(), Index: -1,
+	return nil, &DriveError{Err: ErrForeign, Name: d.Name(), Index: -1,
 		Advice: "no tuttifs label; format it with tuttifs mkfs"}
 }
 
@@ -61,8 +57,6 @@ type candidate struct {
 	dev   drive.Drive
 	label *ondisk.Label
 	stale bool // it missed an epoch that was held without it
-	// firstOnly: the second copy of its label is none.
-	firstOnly bool
 }
 
 func (c *candidate) err(kind error, format string, args ...any) error {
@@ -348,13 +342,10 @@ func (v *Volume) labelOf(m *member) *ondisk.Label {
 	return &l
 }
 
-// writeLabel writes the copy first that holds nothing, if one does: the other may be the only one.
+// writeLabel writes one copy after the other. What changes from writing to writing lies in the first 512 bytes, so that a
+// crash leaves each copy as it was or as it is to be, even if the other is damaged.
 func writeLabel(m *member) error {
-	places := [2]uint64{0, m.label.Units - 1}
-	if m.firstLabelOnly {
-		places[0], places[1] = places[1], places[0]
-	}
-	for _, unit := range places {
+	for _, unit := range []uint64{0, m.label.Units - 1} {
 		b := drive.AlignedBuffer(ondisk.BlockBytes)
 		m.label.Unit = unit
 		m.label.Encode(b)
@@ -365,6 +356,5 @@ func writeLabel(m *member) error {
 			return err
 		}
 	}
-	m.firstLabelOnly = false
 	return nil
 }

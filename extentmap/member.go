@@ -43,17 +43,15 @@ func (s DriveState) String() string {
 // bottom, record tables from the top, so that long runs stay whole in between. Guarded by Volume.mu, but for what is
 // atomic or does not change.
 type member struct {
-	v     *Volume
-	dev   drive.Drive // nil: it was not there at the mount
-	index uint16
-	uuid  [16]byte
-	label *ondisk.Label // as last written, or as it must be if it was not there; Volume.labelMu
-	// firstLabelOnly: the second copy of the label is none; Volume.labelMu.
-	firstLabelOnly bool
-	region         ondisk.Region
-	units          uint64
-	shift          int  // log2 of the segment's units
-	role           bool // holds journal, catalog and superblock; Volume.labelMu
+	v      *Volume
+	dev    drive.Drive // nil: it was not there at the mount
+	index  uint16
+	uuid   [16]byte
+	label  *ondisk.Label // as last written, or as it must be if it was not there; Volume.labelMu
+	region ondisk.Region
+	units  uint64
+	shift  int  // log2 of the segment's units
+	role   bool // holds journal, catalog and superblock; Volume.labelMu
 
 	state atomic.Uint32
 	held  atomic.Bool // given no rows: the engines that are attached do not know it

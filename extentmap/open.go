@@ -248,7 +248,7 @@ func OpenDrives(drives []drive.Drive, o Options) (*Volume, error) {
 	var list []candidate
 	var unreadable error
 	for _, d := range drives {
-		l, firstOnly, err := readLabel(d)
+		l, err := readLabel(d)
 		if o.Degraded && errors.Is(err, ErrCorrupt) {
 			unreadable = err
 			continue // as if it were missing
@@ -256,7 +256,7 @@ func OpenDrives(drives []drive.Drive, o Options) (*Volume, error) {
 		if err != nil {
 			return nil, err
 		}
-		list = append(list, candidate{dev: d, label: l, firstOnly: firstOnly})
+		list = append(list, candidate{dev: d, label: l})
 	}
 	if len(list) == 0 {
 		return nil, unreadable
@@ -299,7 +299,6 @@ func newVolume(list []candidate, l *ondisk.Label, o Options) *Volume {
 		if c := have[i]; c != nil {
 			m = newMember(v, c.dev, c.label)
 			m.role = l.Metadata>>i&1 != 0 && !c.stale
-			m.firstLabelOnly = c.firstOnly
 			if m.stale = c.stale; m.stale {
 				m.rank = c.label.Epoch
 			}
