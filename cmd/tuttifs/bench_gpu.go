@@ -209,7 +209,7 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 	o.plan()
 	driver, err := o.open()
 	if err != nil {
-		return fmt.Errorf("bench gpu needs an NVIDIA GPU: %w", err)
+		return fmt.Errorf("this needs an NVIDIA GPU: %w", err)
 	}
 	// CUDA's contexts are per thread.
 	runtime.LockOSThread()
