@@ -13,7 +13,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test check ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib demo test check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -48,6 +48,12 @@ test: check ptx-check build
 	@scripts/need-tools.sh getfattr:attr rsync:rsync
 	@[ -n "$(RACE)" ] || echo "no gcc here: testing without the race detector"
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -p 2 -timeout 15m ./...
+
+# The tests as programs, for scripts/gpu-check.sh on a machine with a GPU and without Go.
+gpu-tests: scripts/need-go.sh
+	@scripts/need-go.sh $(GO)
+	@mkdir -p build/gpu
+	for p in cuda gio engine; do CGO_ENABLED=0 $(GO) test -c -trimpath -o build/gpu/$$p.test ./$$p || exit 1; done
 
 fuzz:
 	@scripts/fuzz.sh $(GO) $(FUZZTIME)

@@ -56,7 +56,7 @@ func eachWay(t *testing.T, s *Subject, f func(t *testing.T, w way)) {
 	}
 }
 
-// waysAtOnce is eachWay for tests that mostly wait for deadlines.
+// waysAtOnce is eachWay for tests that are long or mostly wait.
 func waysAtOnce(t *testing.T, s *Subject, f func(t *testing.T, w way)) {
 	eachWay(t, s, func(t *testing.T, w way) {
 		t.Parallel()
@@ -111,7 +111,7 @@ func (w way) memory(r *Rig, ctxs []gio.IOCTX) *arena {
 		a.buf = r.takeDMA(at)
 		a.memory, err = r.Ring.RegisterPadded(a.buf)
 	case host:
-		a.buf = make([]byte, at)
+		a.buf = r.hostMemory(at)
 		a.memory, err = r.Ring.Register(a.buf)
 	case device, paged:
 		a.buf = make([]byte, at)

@@ -39,9 +39,9 @@ func testDeadQueue(t *testing.T, s *Subject) {
 	a.recovers(2)
 }
 
-// testStopped: a controller stops in the middle of a batch and nobody tells the executor. When it is reset, its commands
-// never complete; when its queues are deleted, those that it had fetched are aborted. The commands of the other
-// controllers share their chunks' fate.
+// testStopped: a controller stops in the middle of a batch and nobody tells the executor. When it is reset, its
+// commands never complete; when its queues are deleted, those that it had fetched are aborted. The commands of the
+// other controllers share their chunks' fate.
 func testStopped(t *testing.T, s *Subject) {
 	waysAtOnce(t, s, func(t *testing.T, w way) {
 		for _, write := range []bool{false, true} {
@@ -96,8 +96,8 @@ func (r *Rig) stopOne(write bool, ctxs []gio.IOCTX, reset bool) []gio.Result {
 	return results
 }
 
-// testDeadDaemon: waits end with ErrDead when the owner of the controllers is gone, whoever waits; targets are zero, and
-// bounced ones stay so although the controllers go on.
+// testDeadDaemon: waits end with ErrDead when the owner of the controllers is gone, whoever waits; targets are zero,
+// and bounced ones stay so although the controllers go on.
 func testDeadDaemon(t *testing.T, s *Subject) {
 	eachWay(t, s, func(t *testing.T, w way) {
 		if w.stepped {

@@ -155,7 +155,7 @@ func testStorm(t *testing.T, s *Subject) {
 		reads, writes := w.memory(r, ctxs[:len(ctxs)/2]), w.memory(r, ctxs[len(ctxs)/2:])
 		x := weather{random: s.source(t, 2)}
 		r.SetFaults(x.hook)
-		for round := uint64(1); round <= uint64(2*s.rounds(2)); round++ {
+		for round := uint64(1); round <= uint64(s.rounds(4)); round++ {
 			store(r, reads.ctxs, round)
 			reads.set(0xee)
 			writes.fill(round)
@@ -239,7 +239,7 @@ func (x *stack) lift(n int) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	top := len(x.held) - 1
-	if x.held[top] != n || time.Since(x.last) < 300*time.Microsecond {
+	if x.held[top] != n || time.Since(x.last) < time.Millisecond {
 		return false
 	}
 	if top > 0 {
@@ -259,17 +259,21 @@ func testOrder(t *testing.T, s *Subject) {
 		ctxs := all(r)[:48]
 		a := w.memory(r, ctxs)
 		for _, write := range []bool{true, false} {
-			a.set(0)
-			if write {
-				a.fill(1)
+			// Whether several lanes are in flight when nothing more seems to be coming is a matter of time.
+			for most, tries := 0, 0; most <= chunk; tries++ {
+				require.Less(t, tries, 20, "commands of several lanes were never in flight together")
+				a.set(0)
+				if write {
+					a.fill(1)
+				}
+				var x stack
+				r.SetFaults(x.hook)
+				r.runExactly(write, a.ctxs)
+				require.Positive(t, x.lifted)
+				a.check(1, nil)
+				a.onMedium(1)
+				most = x.most
 			}
-			var x stack
-			r.SetFaults(x.hook)
-			r.runExactly(write, a.ctxs)
-			require.Positive(t, x.lifted)
-			require.Greater(t, x.most, chunk, "commands of several lanes were in flight together")
-			a.check(1, nil)
-			a.onMedium(1)
 		}
 	})
 }

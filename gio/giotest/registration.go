@@ -21,7 +21,7 @@ func testRegistration(t *testing.T, s *Subject) {
 	require.ErrorIs(t, err, gio.ErrInvalid)
 
 	buf := r.Ring.DMA()[:8192]
-	for range 2*gio.RegionsMax + 5 {
+	for range gio.RegionsMax + 5 {
 		m, err := r.Ring.Register(buf)
 		require.NoError(t, err)
 		require.NoError(t, r.Ring.Unregister(m))
@@ -95,6 +95,7 @@ func testDeviceRegistration(t *testing.T, s *Subject) {
 	flat, err := d.Register(p, bytes)
 	require.NoError(t, err)
 	checkBusy(t, r, flat, flat.Desc(0))
+	before = s.held().live // a batch leaves memory with the executor for the next ones
 	pool, err := d.RegisterPaged(16, [][]StridedRun{{{Base: p, Stride: 8192, Bytes: 8192}}})
 	require.NoError(t, err)
 	checkBusy(t, r, pool, pool.Block(0, 3))

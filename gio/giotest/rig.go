@@ -144,6 +144,13 @@ func (r *Rig) takeDMA(n int) []byte {
 	return b
 }
 
+// hostMemory is n bytes of pages of their own, since a driver pins and maps whole ones.
+func (r *Rig) hostMemory(n int) []byte {
+	b := drive.AlignedBuffer(n)
+	r.frees = append(r.frees, func() error { drive.FreeBuffer(b); return nil })
+	return b[:n]
+}
+
 func (r *Rig) device() Device { return r.subject.Device(r.Ring) }
 
 // NewRig builds drives, controllers, map and executor; everything is taken down with the test.

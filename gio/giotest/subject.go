@@ -25,6 +25,8 @@ type Subject struct {
 	// Seed decides everything that is random; Rounds is how many random shapes each test tries, 0 means a few.
 	Seed   uint64
 	Rounds int
+	// Only names the tests that run; nil: all.
+	Only []string
 }
 
 // Device is the memory of a device that an executor knows. Transfers have ended when a method returns; methods are safe

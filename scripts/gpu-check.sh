@@ -1,0 +1,56 @@
+#!/bin/bash
+# gpu-check.sh DIRECTORY: the correctness tests that need a GPU, on this machine's, in a few minutes. The test binaries
+# are those of 'make gpu-tests', so this machine needs neither Go nor the network. A line each is printed, and what they
+# said lies in DIRECTORY. TUTTIFS_GPU names the GPU by its number, TUTTIFS_SEED repeats what is random.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+[ $# = 1 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
+mkdir -p "$1" || exit 1
+logs=$(realpath "$1")
+tests=$PWD/build/gpu
+for t in cuda gio engine; do
+  [ -x "$tests/$t.test" ] || { echo "gpu-check: there is no build/gpu/$t.test: 'make gpu-tests' makes it" >&2; exit 1; }
+done
+nvidia-smi --query-gpu=name,driver_version,memory.used --format=csv,noheader 2>/dev/null
+# Volumes of the tests lie in memory where that is possible.
+if [ -d /dev/shm ] && [ -w /dev/shm ]; then
+  TMPDIR=$(mktemp -d /dev/shm/tuttifs-gpu-check.XXXXXX)
+  export TMPDIR
+  trap 'rm -rf "$TMPDIR"' EXIT
+fi
+failed=0
+
+# check NAME PACKAGE PATTERN [VARIABLE=VALUE...]: runs the tests of a package that match, but not those of the fake.
+check() {
+  local name=$1 package=$2 pattern=$3 log=$logs/$1.log begin=$SECONDS verdict=ok
+  shift 3
+  (cd "$package" && env "$@" timeout -k 10 150 "$tests/${package##*/}.test" -test.v -test.timeout 140s \
+    -test.run "$pattern" -test.skip 'Fake|Companion|/fake' >"$log" 2>&1)
+  local code=$?
+  if [ $code != 0 ]; then
+    verdict="FAILED ($code)"
+  elif grep -q 'needs a GPU' "$log"; then
+    verdict='skipped, no GPU'
+  fi
+  printf '%-28s %4d s  %4d passed %3d failed %3d skipped  %s\n' "$name" $((SECONDS - begin)) \
+    "$(grep -c -- '--- PASS' "$log")" "$(grep -c -- '--- FAIL' "$log")" "$(grep -c -- '--- SKIP' "$log")" "$verdict"
+  [ $code = 0 ] || grep -m 12 -E -- '^ *--- FAIL|_test.go|giotest/|panic:|fatal' "$log"
+  [ "$verdict" = ok ]
+}
+
+some='^TestGPU$/./^(Geometries|Mixed|Order|Faults|Storm|HeldWrites|Concurrent|Layers)$'
+check cuda cuda . || failed=1
+check executors gio '^TestGPU($|Load|Compute|Store|Registers)' || failed=1
+# The number of hardware queues decides which streams hold which others up.
+check connections-1 gio "$some" CUDA_DEVICE_MAX_CONNECTIONS=1 & first=$!
+check connections-8 gio "$some" CUDA_DEVICE_MAX_CONNECTIONS=8 || failed=1
+wait $first || failed=1
+beside=
+if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+  beside="python3 $PWD/scripts/gpu_churn.py"
+else
+  echo "gpu-check: no PyTorch with CUDA here: its allocator is left out" >&2
+fi
+check beside-others gio '^TestGPUBesideOthers$' TUTTIFS_COMPANIONS=3 "TUTTIFS_BESIDE=$beside" || failed=1
+check two-processes engine '^TestGPUProcess' || failed=1
+exit $failed
