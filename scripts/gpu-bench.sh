@@ -20,10 +20,11 @@ export LD_LIBRARY_PATH
 export CUFILE_FORCE_COMPAT_MODE=true CUFILE_ALLOW_COMPAT_MODE=true
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/tuttifs-gpu-bench.XXXXXX")
-entry=
+entry= made=
 clean() {
   if mountpoint -q "$work/ext4" 2>/dev/null; then umount "$work/ext4"; fi
   if [ -n "$entry" ]; then rm -f "$entry"; fi
+  if [ -n "$made" ]; then rmdir -p /run/udev/data 2>/dev/null || :; fi
   rm -rf "$work"
 }
 trap clean EXIT
@@ -37,6 +38,7 @@ if [ "$(stat -f -c %T "$work")" != ext2/ext3 ]; then
 fi
 # cuFile looks the block device up in udev's database, which containers do not have.
 device=$(findmnt -n -o MAJ:MIN -T "$work/ext4" | tail -n 1 | tr -d ' ')
+[ -d /run/udev/data ] || made=yes
 if [ -n "$device" ] && [ ! -e "/run/udev/data/b$device" ] && mkdir -p /run/udev/data 2>/dev/null; then
   entry=/run/udev/data/b$device
   printf 'E:ID_FS_TYPE=ext4\nE:ID_FS_USAGE=filesystem\n' >"$entry" 2>/dev/null || entry=

@@ -22,18 +22,13 @@ type gpuCommands struct {
 	Millions float64 `json:"million_per_second"`
 }
 
-// commandWays are the executors whose commands are counted.
-func commandWays() []struct {
+// gpuExecutors are those whose commands are counted.
+var gpuExecutors = []struct {
 	name   string
 	change func(c *gio.GPUConfig)
-} {
-	return []struct {
-		name   string
-		change func(c *gio.GPUConfig)
-	}{
-		{"ring", nil},
-		{"polling kernel", func(c *gio.GPUConfig) { c.Polling = true }},
-	}
+}{
+	{"ring", nil},
+	{"polling kernel", func(c *gio.GPUConfig) { c.Polling = true }},
 }
 
 // smallShape is a layer of 4-KiB objects, in a quarter of the bytes.
@@ -50,7 +45,7 @@ const smallDepth = 4096
 // commands counts commands without bytes and of 4 KiB.
 func (b *gpuBench) commands() error {
 	best := map[int]float64{}
-	for _, way := range commandWays() {
+	for _, way := range gpuExecutors {
 		err := b.withRig(b.smallShape(), gpuSetup{depth: smallDepth, change: way.change}, func(r *gpuRig) error {
 			empty, err := b.countEmpty(r)
 			if err != nil {
