@@ -36,6 +36,8 @@ type GPUConfig struct {
 	PollSMs int
 	// BuildPerChunk launches a build for every chunk when its lane is free, instead of building ahead.
 	BuildPerChunk bool
+
+	grace time.Duration // kernelGrace, but for tests
 }
 
 // Defaults of GPUConfig.
@@ -143,6 +145,9 @@ func NewGPU(c GPUConfig) (*GPU, error) {
 	orDefault(&g.gpu.Moves, movesDefault)
 	orDefault(&g.gpu.HarvestBytes, HarvestDefault)
 	orDefault(&g.gpu.HarvestBlocks, HarvestBlocksDefault)
+	if c.grace == 0 {
+		g.gpu.grace = kernelGrace
+	}
 	g.gpu.HarvestBlocks = min(g.gpu.HarvestBlocks, max(1, c.Context.SMs()))
 	if err := g.control.start(c.Context, g.stuck, g.now); err != nil {
 		return nil, err
@@ -190,7 +195,7 @@ func (g *GPU) setUp() error {
 func (g *GPU) now() int64 { return int64(time.Since(g.start)) }
 
 // kernelBound is how long anything on the GPU or in the driver may take, nanoseconds.
-func (g *GPU) kernelBound() int64 { return int64(g.config.Deadline + kernelGrace) }
+func (g *GPU) kernelBound() int64 { return int64(g.config.Deadline + g.gpu.grace) }
 
 // Alive counts the lanes that still carry chunks.
 func (g *GPU) Alive() int { return int(g.alive.Load()) }
@@ -257,6 +262,9 @@ func (g *GPU) Close() error {
 	select {
 	case <-g.ended:
 		g.closeErr = errors.Join(g.thread.closeErrors...)
+		if g.thread.hung {
+			g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, errStuck)
+		}
 	case <-g.stuck:
 		g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, errStuck)
 	}
@@ -268,7 +276,9 @@ func (g *GPU) Close() error {
 		for _, t := range live {
 			t.conclude()
 		}
-		g.takeDown()
+		if !g.thread.hung {
+			g.takeDown()
+		}
 	}
 	close(g.down)
 	return g.closeErr

@@ -43,6 +43,7 @@ type gpuTicket struct {
 	told     atomic.Bool  // enqueued is closed, or about to be
 	waiting  atomic.Int64 // since when somebody waits, 0: nobody
 	hung     error        // set before done is closed, when the I/O thread hangs
+	kept     bool         // likewise, when a kernel or a copy hangs: nothing that the batch has is given back
 
 	mu       sync.Mutex // guards released, with which the outcomes are in failed and the rest has gone back
 	released bool
@@ -531,11 +532,16 @@ func (g *GPU) wait(t *gpuTicket) ([]Result, error) {
 func (t *gpuTicket) conclude() []Result {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if !t.released {
-		t.failed = t.results()
-		t.g.mu.Lock()
-		t.g.live = slices.DeleteFunc(t.g.live, func(x *gpuTicket) bool { return x == t })
-		t.g.mu.Unlock()
+	if t.released {
+		return t.failed
+	}
+	t.failed = t.results()
+	t.g.mu.Lock()
+	t.g.live = slices.DeleteFunc(t.g.live, func(x *gpuTicket) bool { return x == t })
+	t.g.mu.Unlock()
+	if t.kept {
+		t.released = true
+	} else {
 		t.release()
 	}
 	return t.failed

@@ -1,6 +1,7 @@
 package gio
 
 import (
+	"errors"
 	"fmt"
 	"runtime"
 	"slices"
@@ -27,6 +28,7 @@ type ioThread struct {
 	lane          int    // that had the last chunk
 	carrying      int    // lanes with writes, likewise
 	work          *cuda.HostMemory
+	hung          bool // the GPU may still be at work on what batches have
 	dead          bool // CUDA has failed: nothing is asked of it any more
 	closed        bool
 	closeErrors   []error
@@ -128,6 +130,7 @@ func (th *ioThread) park() {
 	if !g.pending.Load() {
 		<-g.bell
 	}
+	g.beat.Store(g.now()) // before the watchdog takes it for awake
 	g.asleep.Store(false)
 	th.idle = 0
 }
@@ -410,6 +413,7 @@ func (th *ioThread) end(t *gpuTicket) {
 	if t.write {
 		th.writers--
 	}
+	t.kept = th.hung
 	t.finish(nil)
 }
 
@@ -470,6 +474,7 @@ func (th *ioThread) fatal(err error) {
 	}
 	g := th.g
 	th.dead = true
+	th.hung = errors.Is(err, errStuck)
 	err = fmt.Errorf("%w: %w", ErrDead, err)
 	for _, l := range g.lanes {
 		l.building, l.unbuilt, l.pieces = false, 0, 0
