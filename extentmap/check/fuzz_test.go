@@ -7,7 +7,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"tuttifs/drive"
 	"tuttifs/extentmap/check"
 	"tuttifs/extentmap/maptest"
 	"tuttifs/extentmap/ondisk"
@@ -71,15 +70,16 @@ func spoil(images [][]byte, places []ondisk.Locator, script []byte) {
 
 // FuzzCheck spoils the images of a small volume and may then seal some blocks again, so that what lies behind the
 // checksums is reached. Whatever comes, the check ends without a panic, and finds what it says again when it is run
-// again.
+// again; a repair leaves nothing to be found, and a volume that mounts and shows nothing but files as they were.
 func FuzzCheck(f *testing.F) {
 	images := usedImages(f)
+	original := mounted(f, maptest.FromImages(images).Drives())
 	places := liveUnits(f, images)
 	f.Add([]byte{}, false)
 	f.Add([]byte{0, 0, 0, 100, 0, 1}, true)
 	f.Add([]byte{0x80, 3, 0, 8, 0, 0xff, 1, 9, 0, 32, 0, 7}, true)
 	r := rand.New(rand.NewPCG(9, 9))
-	for range 20 {
+	for range 40 {
 		script := make([]byte, 6*(1+r.IntN(8)))
 		for i := range script {
 			script[i] = byte(r.Uint32())
@@ -94,16 +94,39 @@ func FuzzCheck(f *testing.F) {
 				reseal(unitOf(spoilt[at.Drive()], at.Unit()))
 			}
 		}
-		var drives []drive.Drive
-		drives = append(drives, maptest.FromImages(spoilt).Drives()...)
-		first, list, err := run(t, drives, check.Options{Data: true, Parallel: 2})
-		again, _, errAgain := run(t, drives, check.Options{Data: true, Parallel: 2})
+		set := maptest.FromImages(spoilt)
+		first, list, err := run(t, set.Drives(), check.Options{Data: true, Parallel: 2})
+		again, _, errAgain := run(t, set.Drives(), check.Options{Data: true, Parallel: 2})
 		require.Equal(t, err == nil, errAgain == nil)
 		require.Equal(t, first, again)
 		for _, x := range list {
 			require.NotEmpty(t, x.String())
 		}
+		if err == nil {
+			repairedOrNot(t, original, set)
+		}
 	})
+}
+
+// repairedOrNot repairs what may be beyond it: then it says so, and has written nothing.
+func repairedOrNot(t *testing.T, original contents, set *maptest.Set) bool {
+	before := set.Images()
+	result, list, err := run(t, set.Drives(), check.Options{Data: true, Repair: yes})
+	if err != nil || result.Obstacle != "" {
+		require.Equal(t, before, set.Images())
+		return false
+	}
+	if result.Errors > result.RepairedErrors {
+		return false // a drive too many, and such
+	}
+	again, left, err := run(t, set.Drives(), check.Options{Data: true})
+	require.NoError(t, err)
+	require.Empty(t, left.of(check.Error), "after %v", list)
+	now := mounted(t, set.Drives())
+	require.Zero(t, now.damaged)
+	require.EqualValues(t, again.Files, len(now.files))
+	requireSubset(t, original, now)
+	return true
 }
 
 // reseal makes a block's checksum right, whatever the block says: labels keep theirs behind the magic, all others
