@@ -250,6 +250,7 @@ type reportKey struct {
 type member struct {
 	drive.Drive
 	label  *ondisk.Label
+	copies []*ondisk.Label // those that are labels
 	claims []claim
 	// badFirst and badLast: that copy of the label must be written before the other is touched.
 	badFirst, badLast bool

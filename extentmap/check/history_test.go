@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/drive"
+	"tuttifs/extentmap"
 	"tuttifs/extentmap/check"
 	"tuttifs/extentmap/maptest"
 	"tuttifs/extentmap/ondisk"
@@ -129,6 +130,87 @@ func TestHalvesMountedAlone(t *testing.T) {
 	}
 	_, _, err := run(t, maptest.FromImages(before).Drives(), check.Options{Trust: "mem9"})
 	require.ErrorContains(t, err, "mem9, which is to be trusted")
+}
+
+// degraded mounts some drives of a volume alone, stores files, and unmounts.
+func degraded(t testing.TB, images [][]byte, start uint64, drives ...int) [][]byte {
+	var some [][]byte
+	for _, d := range drives {
+		some = append(some, images[d])
+	}
+	set := maptest.FromImages(some)
+	v, err := extentmap.OpenDrives(set.Drives(), extentmap.Options{Degraded: true})
+	require.NoError(t, err)
+	b := &builder{t: t, set: set, v: v, r: rand.New(rand.NewPCG(start, 1))}
+	b.wait(v.SetTenant(extentmap.Tenant{ID: uint32(start), Name: "t", QuotaBytes: 1 << 30}))
+	require.NoError(t, v.Close())
+	out := cloneImages(images)
+	for i, image := range set.Images() {
+		out[drives[i]] = image
+	}
+	return out
+}
+
+// Each half mounted alone in turn, by the engine: both refuse to be one volume again until it is said which one counts.
+func TestEachHalfMountedAlone(t *testing.T) {
+	b := newVolume(t, 4*mib, 4*mib)
+	p := b.pool("p", 1, 1)
+	b.chain(p, 0, 6)
+	require.NoError(t, b.v.Close())
+	images := b.set.Images()
+	original := dataOf(t, images)
+	one := degraded(t, images, 7, 0)
+	both := mix(one, degraded(t, images, 8, 1), 1)
+	_, err := extentmap.OpenDrives(maptest.FromImages(both).Drives(), extentmap.Options{})
+	require.ErrorIs(t, err, extentmap.ErrDiverged)
+	refused(t, both, check.Options{Repair: yes}, "has another history")
+	for i, trust := range []string{"mem0", "mem1"} {
+		set := maptest.FromImages(both)
+		_, _, is := repaired(t, set, check.Options{Data: true, Repair: yes, Trust: trust})
+		require.Equal(t, original, is, "files were out of use in both halves, and are whole")
+		v, err := extentmap.OpenDrives(set.Drives(), extentmap.Options{ReadOnly: true})
+		require.NoError(t, err)
+		ids := map[uint32]bool{}
+		for _, tenant := range v.Tenants() {
+			ids[tenant.ID] = true
+		}
+		require.Equal(t, []bool{i == 0, i == 1}, []bool{ids[7], ids[8]}, "what the other half did is undone")
+		v.Abandon()
+	}
+}
+
+// A volume that goes on without a drive is repaired without it, and takes it in when it is back.
+func TestRepairOfDegraded(t *testing.T) {
+	images := usedImages(t)
+	original := dataOf(t, images)
+	for missing := range images {
+		var here []int
+		for i := range images {
+			if i != missing {
+				here = append(here, i)
+			}
+		}
+		now := degraded(t, images, 9, here...)
+		rest := append(append([][]byte(nil), now[:missing]...), now[missing+1:]...)
+		requireMountable(t, original, maptest.FromImages(rest).Drives())
+		l := label(t, rest[0])
+		flip(unitOf(rest[0], l.Units-1))
+		set := maptest.FromImages(rest)
+		result, list, err := run(t, set.Drives(), check.Options{Data: true, Repair: yes})
+		require.NoError(t, err)
+		require.Empty(t, result.Obstacle)
+		require.Equal(t, result.Errors, result.RepairedErrors, "%v", list)
+		_, list, err = run(t, set.Drives(), check.Options{Data: true})
+		require.NoError(t, err)
+		require.Empty(t, list.of(check.Error))
+		whole := cloneImages(now)
+		for i, image := range set.Images() {
+			whole[here[i]] = image
+		}
+		_, _, is := repaired(t, maptest.FromImages(whole), check.Options{Data: true, Repair: onlySafe})
+		require.Equal(t, original, is, "drive %d is back with its files", missing)
+		require.Equal(t, original, dataOf(t, whole), "and a mount takes it in as well")
+	}
 }
 
 // A repair that takes a drive in again may be cut off anywhere: until it is done the drive is known to be behind.

@@ -78,7 +78,8 @@ func (c *checker) checkMissing() {
 	}
 }
 
-// chooseLabel finds the label that the volume goes by: the newest, or that of the drive to trust.
+// chooseLabel finds the label that the volume goes by: the newest, of those the one that most copies agree with, or that
+// of the drive to trust.
 func (c *checker) chooseLabel(found []*member) error {
 	c.label = found[0].label
 	trusted := false
@@ -93,9 +94,55 @@ func (c *checker) chooseLabel(found []*member) error {
 	if c.o.Trust != "" && !trusted {
 		return fmt.Errorf("check: %s, which is to be trusted, is not among the drives with a label", c.o.Trust)
 	}
+	if !trusted {
+		c.vote(found)
+	}
 	c.tag = ondisk.VolumeTag(c.label.Volume)
 	c.result.Volume, c.result.Label, c.result.Clean = c.label.Volume, c.label.Name, c.label.Clean
 	return nil
+}
+
+// vote replaces the newest label by one that more copies agree with, and each drive's by a copy that does, if one does.
+func (c *checker) vote(found []*member) {
+	newest, most := c.label, 0
+	for _, m := range found {
+		for _, l := range m.copies {
+			if l.Volume != newest.Volume || newer(l, newest) || newer(newest, l) {
+				continue
+			}
+			n := 0
+			for _, other := range found {
+				for _, x := range other.copies {
+					if agree(l, x) {
+						n++
+					}
+				}
+			}
+			if n > most {
+				c.label, most = l, n
+			}
+		}
+	}
+	for _, m := range found {
+		for _, l := range m.copies {
+			if agree(l, c.label) && !agree(m.label, c.label) && l.Sequence == m.label.Sequence {
+				m.label = l
+			}
+		}
+	}
+}
+
+// agree compares what the labels of all drives have in common.
+func agree(a, b *ondisk.Label) bool {
+	return a.Volume == b.Volume && a.Epoch == b.Epoch && a.Nonce == b.Nonce && a.Sequence == b.Sequence &&
+		sameCommon(a, b) && sameLayout(a, b)
+}
+
+// sameCommon compares what may change from writing to writing.
+func sameCommon(l, ref *ondisk.Label) bool {
+	return l.Clean == ref.Clean && l.Members == ref.Members && l.Metadata == ref.Metadata &&
+		l.Holders == ref.Holders && l.Base == ref.Base && l.Name == ref.Name && l.Predecessor == ref.Predecessor &&
+		l.CreationTime == ref.CreationTime
 }
 
 // newer compares labels of one volume: the epoch counts before the number of writings, which two halves count apart.
@@ -139,6 +186,11 @@ func (c *checker) readLabels(d drive.Drive) (m *member, none error, err error) {
 		}
 	}
 	m = &member{Drive: d, badFirst: first.err != nil, badLast: last.err != nil}
+	for _, copy := range []labelCopy{first, last} {
+		if copy.err == nil {
+			m.copies = append(m.copies, copy.label)
+		}
+	}
 	switch {
 	case first.err != nil && last.err != nil:
 		return nil, fmt.Errorf("no label: %w; and at block %d: %w", first.err, last.unit, last.err), nil
@@ -261,9 +313,6 @@ func (c *checker) checkMember(m *member) {
 		c.at(m, 0, warningf("label", "use a newer version to write", "unknown features %#x: only for reading", x))
 		c.must(false, fmt.Sprintf("%s has features %#x, which only a newer version may write to", m.Name(), x))
 	}
-	same := l.Clean == ref.Clean && l.Members == ref.Members && l.Metadata == ref.Metadata &&
-		l.Holders == ref.Holders && l.Base == ref.Base && l.Name == ref.Name && l.Predecessor == ref.Predecessor &&
-		l.CreationTime == ref.CreationTime
 	switch {
 	case l.Epoch == ref.Epoch && l.Nonce != ref.Nonce:
 		// For checkEpochs to say.
@@ -271,7 +320,7 @@ func (c *checker) checkMember(m *member) {
 		// Whether the drive missed something is for checkEpochs to say, once the superblock is known.
 		c.at(m, 0, notef("label", "the next mount writes it", "%d writings behind the newest label",
 			ref.Sequence-l.Sequence))
-	case !same && !m.behind:
+	case !sameCommon(l, ref) && !m.behind:
 		c.must(c.at(m, 0, errorf("label", "use the drives that were mounted together",
 			"writing %d of epoch %d contradicts that of drive %d", l.Sequence, l.Epoch, ref.Index).
 			ask("it is written as that of the other drive")), m.Name()+" contradicts the newest label")
