@@ -44,7 +44,7 @@ func btoi(b bool) int {
 }
 
 func eachGPU(t *testing.T, f func(t *testing.T, k gpuKind)) {
-	for _, k := range []gpuKind{{false, false}, {true, false}} {
+	for _, k := range []gpuKind{{false, false}, {false, true}, {true, false}, {true, true}} {
 		t.Run(k.String(), func(t *testing.T) { f(t, k) })
 	}
 }

@@ -19,7 +19,7 @@ import (
 
 // eachExecutor runs a test for both executors of a GPU, on one that every machine has and on the machine's own.
 func eachExecutor(t *testing.T, on func(t *testing.T) *world, f func(t *testing.T, w *world, polling bool)) {
-	for _, polling := range []bool{false} {
+	for _, polling := range []bool{false, true} {
 		t.Run(executorName(polling), func(t *testing.T) { f(t, on(t), polling) })
 	}
 }
@@ -75,7 +75,7 @@ func TestGPUBesideAllocator(t *testing.T) {
 		churn(t, w, 1<<20)
 		s := w.subject(testSeed(t), polling)
 		s.Live = nil // the allocator's own come and go
-		s.Only = []string{"Concurrent", "Layers"}
+		s.Only = []string{"Concurrent"}
 		giotest.Run(t, s)
 	})
 }
