@@ -288,6 +288,7 @@ func (g *GPU) Close() error {
 // kernel every call fails, and the context's end gives the rest back.
 func (g *GPU) takeDown() {
 	_ = g.control.do(func() error {
+		g.device.drain()
 		g.in.close()
 		g.out.close()
 		g.thread.close()

@@ -143,10 +143,23 @@ func (d *device) upload(to cuda.Pointer, b []byte) error {
 	return d.controlS.Synchronize()
 }
 
-func (d *device) close(g *GPU) {
-	for _, s := range []*cuda.Stream{
+func (d *device) streams() []*cuda.Stream {
+	return []*cuda.Stream{
 		d.buildS, d.harvestS, d.gatherS, d.controlS, d.copyIn, d.copyOut, d.pollIn, d.pollOut,
-	} {
+	}
+}
+
+// drain waits for what is enqueued, on the control thread.
+func (d *device) drain() {
+	for _, s := range d.streams() {
+		if s != nil {
+			_ = s.Synchronize()
+		}
+	}
+}
+
+func (d *device) close(g *GPU) {
+	for _, s := range d.streams() {
 		if s != nil {
 			_ = s.Close()
 		}

@@ -92,7 +92,7 @@ func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
 	for i := 0; i < len(th.listed); {
 		t := th.listed[i]
 		all := t.listed+t.plain == len(t.chunks)
-		short := th.harvests == 0 && len(g.staging.free) < g.staging.slots/2
+		short := th.harvests == 0 && len(g.staging.free) < g.staging.slots/4
 		due := all || t.write || short || t.bytes >= g.gpu.HarvestBytes
 		if !due || th.flying == launchesMax {
 			i++
@@ -103,15 +103,6 @@ func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
 		}
 		moved = true
 		th.listed = append(th.listed[:i], th.listed[i+1:]...)
-		if all && t.event != nil {
-			s := g.device.harvestS
-			if t.write {
-				s = g.device.gatherS
-			}
-			if err := t.event.Record(s); err != nil {
-				return moved, err
-			}
-		}
 		th.tell(t)
 	}
 	return moved, nil
@@ -188,7 +179,20 @@ func (th *ioThread) gathered(t *gpuTicket, from, to int) {
 
 // tell lets streams wait for a batch whose last kernel is enqueued.
 func (th *ioThread) tell(t *gpuTicket) {
-	if t.listed > 0 && t.launched == t.listed && t.listed+t.plain == len(t.chunks) && t.told.CompareAndSwap(false, true) {
+	if t.listed == 0 || t.launched < t.listed || t.listed+t.plain < len(t.chunks) || t.told.Load() {
+		return
+	}
+	if t.event != nil && !th.dead {
+		s := th.g.device.harvestS
+		if t.write {
+			s = th.g.device.gatherS
+		}
+		if err := t.event.Record(s); err != nil {
+			th.failure = err
+			return
+		}
+	}
+	if t.told.CompareAndSwap(false, true) {
 		close(t.enqueued)
 	}
 }

@@ -80,8 +80,8 @@ func TestGPUBesideAllocator(t *testing.T) {
 	})
 }
 
-// churn allocates and frees device memory in the context of the test until its end, as allocators of frameworks do that
-// grow and shrink: each free waits for the whole device.
+// churn allocates and frees device memory in the context of the test until its end, as allocators of frameworks do
+// that grow and shrink: each free waits for the whole device.
 func churn(t *testing.T, w *world, most int) {
 	stop, ended := make(chan struct{}), make(chan error)
 	go func() {

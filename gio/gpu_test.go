@@ -675,3 +675,41 @@ func TestGPUConfigIsChecked(t *testing.T) {
 	}
 	require.LessOrEqual(t, runtime.NumGoroutine(), goroutines)
 }
+
+// TestGPUStartsWholly: whichever call fails while the executor is made, nothing is left behind.
+func TestGPUStartsWholly(t *testing.T) {
+	b := newBench(t, benchShape{lanes: 2, drives: 2, depth: 16, bounce: 1 << 20, units: []int{1}})
+	require.NoError(t, b.g.Close())
+	c := GPUConfig{RingConfig: b.g.config, Context: b.ctx, StagingBytes: 1 << 20}
+	live := b.fake.Live()
+	failed := 0
+	for _, function := range []string{
+		"CtxSetCurrent", "MemHostRegister", "MemHostGetDevicePointer", "ModuleLoadDataEx", "ModuleGetFunction",
+		"CtxGetStreamPriorityRange", "StreamCreateWithPriority", "MemHostAlloc", "MemAlloc", "MemsetD8Async",
+		"MemcpyHtoDAsync", "StreamSynchronize", "EventCreate",
+	} {
+		for n := range 8 {
+			b.fake.Fail(function, n+1, cuda.ErrOutOfMemory)
+			g, err := NewGPU(c)
+			if err == nil {
+				require.NoError(t, g.Close())
+				continue
+			}
+			failed++
+			require.ErrorIs(t, err, cuda.ErrOutOfMemory, "%s %d", function, n)
+			require.Equal(t, live, b.fake.Live(), "%s %d", function, n)
+		}
+	}
+	require.Greater(t, failed, 30)
+}
+
+// TestGPULayoutsAreTheKernels: what kernels read of the host's structs is where they look for it.
+func TestGPULayoutsAreTheKernels(t *testing.T) {
+	ctx := IOCTX{Desc: 1, Slot: 2, Object: 3, Flags: 4}
+	require.Equal(t, cuda.KernelIOCTX{Desc: 1, Slot: 2, Object: 3, Flags: 4}, *(*cuda.KernelIOCTX)(unsafe.Pointer(&ctx)))
+	place := objectPlace{offset: 1, bytes: 2, units: 3, position: 4}
+	require.Equal(t, cuda.KernelObject{Offset: 1, Bytes: 2, Units: 3, Position: 4},
+		*(*cuda.KernelObject)(unsafe.Pointer(&place)))
+	require.Equal(t, unsafe.Sizeof(ctx), unsafe.Sizeof(cuda.KernelIOCTX{}))
+	require.Equal(t, unsafe.Sizeof(place), unsafe.Sizeof(cuda.KernelObject{}))
+}

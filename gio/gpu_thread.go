@@ -28,8 +28,9 @@ type ioThread struct {
 	lane          int    // that had the last chunk
 	carrying      int    // lanes with writes, likewise
 	work          *cuda.HostMemory
-	hung          bool // the GPU may still be at work on what batches have
-	dead          bool // CUDA has failed: nothing is asked of it any more
+	hung          bool  // the GPU may still be at work on what batches have
+	failure       error // of a call of CUDA, where it could not be returned
+	dead          bool  // CUDA has failed: nothing is asked of it any more
 	closed        bool
 	closeErrors   []error
 	checked       int64 // when deadlines were looked at
@@ -201,6 +202,9 @@ func (th *ioThread) round(now int64) (moved bool) {
 		return moved || m
 	}
 	launched, err := th.launch(now)
+	if err == nil {
+		err = th.failure
+	}
 	if err != nil {
 		th.fatal(err)
 	}
@@ -547,23 +551,30 @@ func (th *ioThread) noteClose(err error) {
 func (g *GPU) watch() {
 	tick := time.NewTicker(watchEvery)
 	defer tick.Stop()
-	for {
+	hangs := 0 // looks in a row at which it seemed so: after a stop of the whole process it does, once
+	for hangs < watchLooks {
 		select {
 		case <-g.ended:
 			return
 		case <-tick.C:
 		}
+		beat, call := g.beat.Load(), g.control.since.Load()
 		now := g.now()
-		call := g.control.since.Load()
-		late := !g.asleep.Load() && now-g.beat.Load() > g.kernelBound()
+		late := !g.asleep.Load() && now-beat > g.kernelBound()
 		if late || call != 0 && now-call > g.kernelBound() {
-			g.giveUpGPU()
-			return
+			hangs++
+		} else {
+			hangs = 0
 		}
 	}
+	g.giveUpGPU()
 }
 
-const watchEvery = 250 * time.Millisecond
+// The watchdog looks this often, and believes what it sees so many times.
+const (
+	watchEvery = 100 * time.Millisecond
+	watchLooks = 4
+)
 
 // giveUpGPU quiesces all lanes and ends all waits. What batches have in memory is never given back.
 func (g *GPU) giveUpGPU() {
