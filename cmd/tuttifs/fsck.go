@@ -263,6 +263,7 @@ func (r *fsckReport) enter(p check.Pass) {
 
 func (r *fsckReport) name(p check.Pass) {
 	if p != r.pass && !r.o.silent() {
+		r.tell.finish()
 		r.e.printf("Pass %d: %v\n", p, p)
 	}
 	r.pass = p
