@@ -28,7 +28,7 @@ func (c *command) serveMemory() {
 			if c.kind == doRead {
 				copy(c.data.bytesAt(i), store[:n])
 			} else {
-				copy(store[:n], c.data.bytesAt(i))
+				stream(store[:n], c.data.bytesAt(i))
 			}
 		}
 		store = store[n:]
