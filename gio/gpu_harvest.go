@@ -92,7 +92,7 @@ func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
 	for i := 0; i < len(th.listed); {
 		t := th.listed[i]
 		all := t.listed+t.plain == len(t.chunks)
-		short := th.harvests == 0 && len(g.staging.free) < g.staging.slots/4
+		short := th.harvests == 0 && g.staging.slots > 0 && len(g.staging.free) <= g.staging.slots/4
 		due := all || t.write || short || t.bytes >= g.gpu.HarvestBytes
 		if !due || th.flying == launchesMax {
 			i++

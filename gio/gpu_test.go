@@ -370,6 +370,18 @@ func TestGPUStagingRunsOut(t *testing.T) {
 	}))
 }
 
+// TestGPUStagingIsSmall: two slots are enough for any number of chunks.
+func TestGPUStagingIsSmall(t *testing.T) {
+	for slots := 2; slots <= 5; slots++ {
+		b := newBench(t, benchShape{
+			lanes: 4, drives: 1, depth: 64, bounce: 4 * 4 * pageBytes, units: []int{1},
+			config: func(c *GPUConfig) { c.StagingBytes = slots * 4 * pageBytes },
+		})
+		buf, ctxs := b.target(60, 0)
+		b.turnOver(buf, ctxs, 1)
+	}
+}
+
 // TestGPUBuildsAgain: a lane that is quiesced loses what was built ahead of its doorbell, which is built again; only
 // the chunk that was under way fails.
 func TestGPUBuildsAgain(t *testing.T) {
