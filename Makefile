@@ -13,7 +13,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib demo test crash check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -48,6 +48,11 @@ test: check ptx-check build
 	@scripts/need-tools.sh getfattr:attr rsync:rsync
 	@[ -n "$(RACE)" ] || echo "no gcc here: testing without the race detector"
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -p 2 -timeout 15m ./...
+	$(GO) test -timeout 15m -run TestCrashPoints ./gpufile
+
+# A million power cuts: some twenty minutes on two cores.
+crash:
+	TUTTIFS_CRASH_CUTS=1000000 $(GO) test -timeout 4h -v -run TestCrashPoints ./gpufile | grep -v -e '^=== ' -e '--- PASS'
 
 # The tests as programs, for scripts/gpu-check.sh on a machine with a GPU and without Go.
 gpu-tests: scripts/need-go.sh

@@ -70,7 +70,9 @@ type snapshot struct {
 	seconds []span // those whose second copy is written first
 	catalog []byte // nil if clean
 	limbo   []*row
+	vacated []vacancy
 	commits uint64
+	losses  uint64 // of drives, so far
 }
 
 // span is a run of blocks of a row's record table.
@@ -88,8 +90,8 @@ func (v *Volume) checkpoint(withHits bool) error {
 	return v.checkpointLocked(withHits)
 }
 
-// errUncovered: a checkpoint lost the last drive with a row's record table.
-var errUncovered = errors.New("extentmap: a record table has no drive")
+// errDriveLost: a checkpoint lost a drive with record tables. Those need a second copy before the first is overwritten.
+var errDriveLost = errors.New("extentmap: a drive with record tables is lost")
 
 // checkpointLocked is checkpoint under checkpointMu. Drives that fail are lost, and it goes on without them. When it
 // fails, the volume has failed: what was taken as clean is not.
@@ -97,13 +99,13 @@ func (v *Volume) checkpointLocked(withHits bool) error {
 	var s *snapshot
 	var super ondisk.Superblock
 	for {
-		if err := v.err(); err != nil {
+		if err := v.repairTables(); err != nil {
 			return err
 		}
 		s = v.takeSnapshot(withHits)
 		super = v.super
 		v.labelMu.Lock()
-		named := super.Epoch == v.common.Epoch
+		named := super.Epoch == v.common.Epoch && super.JournalNonce == v.journal.Nonce
 		v.labelMu.Unlock()
 		if named && s.idle(&super) {
 			return nil
@@ -112,7 +114,7 @@ func (v *Volume) checkpointLocked(withHits bool) error {
 		if err == nil {
 			break
 		}
-		if errors.Is(err, errUncovered) {
+		if errors.Is(err, errDriveLost) {
 			v.untake(s)
 			continue
 		}
@@ -130,10 +132,20 @@ func (v *Volume) checkpointLocked(withHits bool) error {
 	}
 	v.applyMu.Lock()
 	v.super, v.tail = super, s.tail
+	if s.catalog != nil {
+		v.catalog = s.catalog
+	}
 	v.room.Broadcast()
 	v.applyMu.Unlock()
 	v.checkpoints.Add(1)
 	v.freeLimbo(s.limbo)
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for _, x := range s.vacated {
+		if m := v.member(x.at.Drive()); m != nil {
+			m.releaseTable(x.at.Unit(), x.blocks)
+		}
+	}
 	return nil
 }
 
@@ -146,14 +158,11 @@ func (s *snapshot) idle(last *ondisk.Superblock) bool {
 func (v *Volume) takeSnapshot(withHits bool) *snapshot {
 	v.applyMu.Lock()
 	defer v.applyMu.Unlock()
-	var unplaced []*row
-	s := &snapshot{tail: v.head, chain: v.chain, limbo: v.limbo, commits: v.commits.Load()}
-	v.limbo = nil
+	s := &snapshot{tail: v.head, chain: v.chain, limbo: v.limbo, commits: v.commits.Load(), vacated: v.vacated,
+		losses: v.losses.Load()}
+	v.limbo, v.vacated = nil, nil
 	if withHits {
 		v.dirtyTouched()
-	}
-	if v.drivesChanged.Swap(false) {
-		v.dirtyMisplaced()
 	}
 	rows := v.dirtyRows
 	v.dirtyRows = nil
@@ -162,15 +171,9 @@ func (v *Volume) takeSnapshot(withHits bool) *snapshot {
 		if r.pool.rowByNumber(r.number) != r {
 			continue
 		}
-		at := r.tables[1]
-		if v.placeTables(r) {
-			r.dirtyAll()
-			if r.tables[1] != at {
-				r.second = slices.Clone(r.dirty)
-			}
-		}
-		if r.tables[0] == ondisk.NoLocator && r.tables[1] == ondisk.NoLocator {
-			unplaced = append(unplaced, r)
+		if !v.covered(r, 0) && !v.covered(r, 1) {
+			v.markAllDirty(r) // it has no place: tried again by the next checkpoint
+			v.drivesChanged.Store(true)
 			continue
 		}
 		s.spans = appendSpans(s.spans, r, r.dirty)
@@ -179,9 +182,6 @@ func (v *Volume) takeSnapshot(withHits bool) *snapshot {
 			r.second = nil
 		}
 		clear(r.dirty)
-	}
-	for _, r := range unplaced {
-		v.markAllDirty(r) // tried again by the next checkpoint
 	}
 	if v.catDirty {
 		v.mu.Lock()
@@ -201,7 +201,13 @@ func (v *Volume) untake(s *snapshot) {
 			v.markDirty(x.row, b)
 		}
 	}
+	for _, x := range s.seconds {
+		for b := x.first; b < x.first+x.n; b++ {
+			v.markSecond(x.row, b)
+		}
+	}
 	v.limbo = append(s.limbo, v.limbo...)
+	v.vacated = append(s.vacated, v.vacated...)
 	v.catDirty = v.catDirty || s.catalog != nil
 }
 
@@ -211,25 +217,19 @@ func (v *Volume) covered(r *row, c int) bool {
 	return t != ondisk.NoLocator && !v.member(t.Drive()).lost()
 }
 
-// misplaced says whether a copy of a row's record table should lie elsewhere: it is on a lost drive or on that of the
-// other copy, or had found no place, and another drive could take it. Without such a drive a copy on a lost one stays
-// there, for when that comes back, unless it is the only one. Volume.mu.
+// misplaced says whether a copy of a row's record table should lie elsewhere: it is on a lost drive, or on that of the
+// other copy while another drive could take it, or had found no place. Volume.mu.
 func (v *Volume) misplaced(r *row, c int) bool {
-	covered, other := v.covered(r, c), v.covered(r, 1-c)
-	switch {
-	case !covered && !other, r.tables[c] == ondisk.NoLocator:
+	if !v.covered(r, c) {
 		return true
-	case covered && (c == 0 || !other || r.tables[0].Drive() != r.tables[1].Drive()):
-		return false
 	}
-	return slices.ContainsFunc(v.members, func(m *member) bool {
-		return m.is(DriveOnline) && m.index != r.tables[1-c].Drive()
-	})
+	return c == 1 && v.covered(r, 0) && r.tables[0].Drive() == r.tables[1].Drive() &&
+		slices.ContainsFunc(v.members, func(m *member) bool { return m.is(DriveOnline) && m.index != r.tables[0].Drive() })
 }
 
-// placeTables gives misplaced copies of a row's record table other places, and says whether something changed: the
-// table then has to be written whole. Volume.applyMu.
-func (v *Volume) placeTables(r *row) (changed bool) {
+// placeTables gives misplaced copies of a row's record table other places, which have to be written whole, and says
+// whether there were any. Volume.applyMu.
+func (v *Volume) placeTables(r *row) (moved bool) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	for c := range r.tables {
@@ -238,35 +238,151 @@ func (v *Volume) placeTables(r *row) (changed bool) {
 		}
 		old := r.tables[c]
 		r.tables[c] = ondisk.NoLocator
-		if !v.takeTableCopy(r.pool, r, c) && (v.covered(r, 1-c) || old == ondisk.NoLocator) {
+		if !v.takeTableCopy(r.pool, r, c) && (old == ondisk.NoLocator || !v.member(old.Drive()).lost() ||
+			!v.takeAnyTable(r, c)) {
 			r.tables[c] = old
 			continue
 		}
-		if old != ondisk.NoLocator {
-			v.member(old.Drive()).releaseTable(old.Unit(), r.pool.tableBlocks)
+		if r.tables[c] == old {
+			continue
 		}
-		changed = true
+		if old != ondisk.NoLocator {
+			v.vacated = append(v.vacated, vacancy{old, r.pool.tableBlocks})
+		}
+		r.fresh |= 1 << c
+		moved = true
 	}
-	v.catDirty = v.catDirty || changed
-	return changed
+	return moved
 }
 
-// dirtyMisplaced has the tables written anew of which a copy should lie elsewhere. Volume.applyMu.
-func (v *Volume) dirtyMisplaced() {
+// vacancy is where a record table was that moved. It is free when neither a checkpoint nor the journal names it.
+type vacancy struct {
+	at     ondisk.Locator
+	blocks uint32
+}
+
+// takeAnyTable places a copy on any drive, also that of the other copy. Volume.mu.
+func (v *Volume) takeAnyTable(r *row, c int) bool {
+	for _, m := range v.members {
+		if !m.is(DriveOnline) {
+			continue
+		}
+		if unit, ok := m.takeTable(r.pool.tableBlocks); ok {
+			r.tables[c] = ondisk.Locate(m.index, unit)
+			return true
+		}
+	}
+	return false
+}
+
+// rowID names a row in the catalog.
+type rowID struct {
+	pool   uint16
+	number uint32
+}
+
+// repairTables writes the copies of record tables that are missing, after drives were lost, came back or were added. It
+// touches no copy that is good, moves no journal's tail, and makes the new places durable: the next checkpoint can then
+// overwrite one copy of a block while the other is whole. Volume.checkpointMu.
+func (v *Volume) repairTables() error {
+	for v.drivesChanged.Swap(false) {
+		if err := v.err(); err != nil {
+			return err
+		}
+		losses := v.losses.Load()
+		rows, moved := v.freshRows()
+		super := v.super
+		super.Sequence++
+		for c := range 2 {
+			var spans []span
+			for _, r := range rows {
+				if r.fresh>>c&1 != 0 {
+					spans = append(spans, span{row: r, n: r.pool.tableBlocks})
+				}
+			}
+			err := v.writeTables(spans, c, super.Sequence, losses)
+			if err != nil && !errors.Is(err, errDriveLost) {
+				return err
+			}
+		}
+		if v.losses.Load() != losses {
+			v.drivesChanged.Store(true)
+			continue
+		}
+		if len(moved) > 0 {
+			if err := v.moveInCatalog(moved, &super); err != nil {
+				return err
+			}
+		}
+		v.applyMu.Lock()
+		for _, r := range rows {
+			r.fresh = 0
+		}
+		v.applyMu.Unlock()
+	}
+	return v.err()
+}
+
+// freshRows places what is misplaced, and lists the rows of which a copy is to be written whole, and those whose places
+// the catalog does not name yet.
+func (v *Volume) freshRows() (rows []*row, moved map[rowID][2]ondisk.Locator) {
+	v.applyMu.Lock()
+	defer v.applyMu.Unlock()
+	moved = map[rowID][2]ondisk.Locator{}
 	for _, p := range v.Pools() {
 		for n := range p.highest.Load() {
 			r := p.byNumber[n].Load()
-			if r == nil || r.noTable.Load() {
+			// What nobody knows stays where it is, unless the journal has changed it.
+			if r == nil || r.noTable.Load() && !r.isDirty {
 				continue
 			}
-			v.mu.Lock()
-			misplaced := v.misplaced(r, 0) || v.misplaced(r, 1)
-			v.mu.Unlock()
-			if misplaced {
-				v.markAllDirty(r)
+			if v.placeTables(r) {
+				r.moved = true
+			}
+			if r.moved {
+				moved[rowID{uint16(p.id), n}] = r.tables
+			}
+			if r.fresh != 0 {
+				rows = append(rows, r)
 			}
 		}
 	}
+	return rows, moved
+}
+
+// moveInCatalog makes new places of record tables durable, and nothing else: the catalog is the last checkpoint's.
+func (v *Volume) moveInCatalog(moved map[rowID][2]ondisk.Locator, super *ondisk.Superblock) error {
+	catalog := slices.Clone(v.catalog)
+	ondisk.EachRowTables(catalog, func(pool uint16, number uint32, tables *[2]ondisk.Locator) {
+		if t, ok := moved[rowID{pool, number}]; ok {
+			*tables = t
+		}
+	})
+	super.CatalogArea ^= 1
+	super.CatalogSeq = super.Sequence
+	super.CatalogCRC = ondisk.CRC(catalog)
+	if err := v.writeCatalog(catalog, super); err != nil {
+		return err
+	}
+	v.labelMu.Lock()
+	super.Epoch, super.Nonce = v.common.Epoch, v.common.Nonce
+	v.labelMu.Unlock()
+	super.Time = v.o.Now().UnixNano()
+	if err := v.writeSuperblock(super); err != nil {
+		return err
+	}
+	v.applyMu.Lock()
+	defer v.applyMu.Unlock()
+	v.super, v.catalog = *super, catalog
+	for id := range moved {
+		if p := v.PoolByID(PoolID(id.pool)); p != nil {
+			if r := p.rowByNumber(id.number); r != nil {
+				r.moved = false
+			}
+		}
+	}
+	v.catDirty = true // rows that are newer than the catalog may have moved as well
+	return nil
 }
 
 // markAllDirty has the next checkpoint write a row's whole record table. Volume.applyMu.
@@ -382,17 +498,15 @@ func (v *Volume) sortedTenants() []ondisk.Tenant {
 // Second copies that are worth nothing yet go ahead of all.
 func (v *Volume) writeSnapshot(s *snapshot, super *ondisk.Superblock) error {
 	super.Sequence++
-	if err := v.writeTables(s.seconds, 1, super.Sequence); err != nil {
+	if err := v.writeTables(s.seconds, 1, super.Sequence, s.losses); err != nil {
 		return err
 	}
 	for c := range 2 {
-		if err := v.writeTables(s.spans, c, super.Sequence); err != nil {
+		if err := v.writeTables(s.spans, c, super.Sequence, s.losses); err != nil {
 			return err
 		}
-	}
-	for _, x := range s.spans {
-		if !v.covered(x.row, 0) && !v.covered(x.row, 1) {
-			return errUncovered
+		if v.losses.Load() != s.losses {
+			return errDriveLost
 		}
 	}
 	if s.catalog != nil {
@@ -414,8 +528,9 @@ func (v *Volume) writeSnapshot(s *snapshot, super *ondisk.Superblock) error {
 	return v.writeSuperblock(super)
 }
 
-// writeTables writes one copy of the dirty blocks, all drives at once.
-func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
+// writeTables writes one copy of the dirty blocks, all drives at once, unless a drive was lost since losses was
+// counted.
+func (v *Volume) writeTables(spans []span, copy int, sequence, losses uint64) error {
 	if len(spans) == 0 {
 		return nil
 	}
@@ -439,7 +554,14 @@ func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
 		sort.Slice(list, func(i, j int) bool { return list[i].unit < list[j].unit })
 	}
 	timeouts := v.timeouts.Load()
-	return v.write(members, func(m *member) error {
+	// While one copy of a block is being overwritten, the drive with the other must not be named as lost: its copy would
+	// not count any more.
+	v.tablesMu.Lock()
+	if v.losses.Load() != losses {
+		v.tablesMu.Unlock()
+		return errDriveLost
+	}
+	errs := eachMember(members, func(m *member) error {
 		w := tableWriter{v: v, m: m, copy: copy, sequence: sequence}
 		w.buffer = drive.AlignedBuffer(min(writeBlocks, blocks[m]) * ondisk.BlockBytes)
 		defer v.freeBuffer(w.buffer, timeouts)
@@ -453,6 +575,8 @@ func (v *Volume) writeTables(spans []span, copy int, sequence uint64) error {
 		}
 		return m.flush()
 	})
+	v.tablesMu.Unlock()
+	return v.settle(members, errs)
 }
 
 // tableWriter joins spans that are neighbours on the drive into large writes.

@@ -43,26 +43,36 @@ func (v *Volume) lacksMirror() bool {
 	return len(v.newMirrors()) > 0
 }
 
-// settleMembers makes drives that come back full members again, and gives the metadata a second copy where it has only
-// one. What was written for that is whole before the labels say so; the journal is empty then. Under exclusively.
+// settleMembers makes drives that come back full members again, whose record tables are written, and gives the metadata
+// a second copy where it has only one. What was written for that is whole before the labels say so; the journal is
+// empty then. Under exclusively.
 func (v *Volume) settleMembers() error {
+	if err := v.admitStale(); err != nil {
+		return err
+	}
 	v.mu.Lock()
 	mirrors := v.newMirrors()
 	v.mu.Unlock()
-	if len(mirrors) > 0 {
-		if err := v.mirrorTo(mirrors); err != nil {
-			return err
-		}
+	if len(mirrors) == 0 {
+		return nil
+	}
+	if err := v.mirrorTo(mirrors); err != nil {
+		return err
 	}
 	v.labelMu.Lock()
 	defer v.labelMu.Unlock()
-	first := slices.DeleteFunc(mirrors, (*member).lost)
+	return v.renewLabels(slices.DeleteFunc(mirrors, (*member).lost), func(*ondisk.Label) {})
+}
+
+// admitStale names drives in the labels again that were behind.
+func (v *Volume) admitStale() error {
+	v.labelMu.Lock()
+	defer v.labelMu.Unlock()
+	var first []*member
 	for _, m := range v.members {
 		if m.stale && !m.lost() {
 			m.stale, m.rank = false, rankCurrent
-			if !slices.Contains(first, m) {
-				first = append(first, m)
-			}
+			first = append(first, m)
 		}
 	}
 	if len(first) == 0 {
@@ -240,7 +250,7 @@ func (v *Volume) rejoin(m *member, d drive.Drive, l *ondisk.Label, o AddOptions)
 		v.discards.admit(back)
 		v.reloadTables(back)
 		// Its record tables first, while the labels still say that it is behind.
-		if err := v.checkpointLocked(false); err != nil {
+		if err := v.repairTables(); err != nil {
 			return err
 		}
 		if err := v.settleMembers(); err != nil {
@@ -290,9 +300,10 @@ func (v *Volume) reloadTables(m *member) {
 				p.rederive(r)
 				continue
 			}
-			v.markAllDirty(r)
-			if r.tables[1].Drive() == m.index {
-				r.second = slices.Clone(r.dirty)
+			for c := range r.tables {
+				if r.tables[c].Drive() == m.index {
+					r.fresh |= 1 << c
+				}
 			}
 		}
 	}
@@ -368,13 +379,12 @@ func (v *Volume) leave(m *member) error {
 	m.role = false
 	v.metadata = without(v.metadata, m)
 	v.mu.Unlock()
+	err := v.renewLabels(nil, func(*ondisk.Label) {})
 	v.labelMu.Unlock()
-	if err := v.settleMembers(); err != nil {
+	if err != nil {
 		return err
 	}
-	v.labelMu.Lock()
-	defer v.labelMu.Unlock()
-	return v.renewLabels(nil, func(*ondisk.Label) {})
+	return v.settleMembers()
 }
 
 // RowsOn lists the rows of a pool that have an entry on a drive.
@@ -502,11 +512,10 @@ func (v *Volume) moveTables(m *member) {
 				if r.tables[c].Drive() != m.index {
 					continue
 				}
-				v.mu.Lock()
-				v.giveBackTable(p, r, c)
-				v.catDirty = true
-				v.mu.Unlock()
-				v.markAllDirty(r) // the checkpoint finds a place, or leaves the row with one copy
+				v.vacated = append(v.vacated, vacancy{r.tables[c], p.tableBlocks})
+				r.tables[c] = ondisk.NoLocator
+				r.moved, v.catDirty = true, true
+				v.drivesChanged.Store(true) // the checkpoint finds a place, or leaves the row with one copy
 			}
 		}
 	}

@@ -297,7 +297,7 @@ func (v *Volume) writeLabels(first []*member) (failed map[*member]error) {
 	l := &v.common
 	l.Sequence++
 	l.Holders, l.Metadata = 0, 0
-	groups := [3][]*member{first}
+	groups := [3][]*member{slices.DeleteFunc(slices.Clone(first), (*member).lost)}
 	for _, m := range members {
 		if m.lost() {
 			continue

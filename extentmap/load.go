@@ -42,7 +42,7 @@ func (v *Volume) load(list []candidate) error {
 	if err := ondisk.VisitEntries(stream, &a); err != nil {
 		return fmt.Errorf("%w: catalog: %w", ErrCorrupt, err)
 	}
-	v.catDirty = damaged
+	v.catDirty, v.catalog = damaged, stream
 	v.loadTables(a.loaded)
 	v.mu.Lock()
 	for _, r := range a.loaded {
@@ -172,9 +172,8 @@ func (v *Volume) loadTable(r *row, repair func(block uint32, second bool)) {
 	for c := range r.tables {
 		// A drive that comes back is behind, and a row may have found too few places: both are written whole.
 		if r.tables[c] == ondisk.NoLocator || v.covered(r, c) && !slices.Contains(copies, c) {
-			for block := range p.tableBlocks {
-				repair(block, c == 1)
-			}
+			r.fresh |= 1 << c
+			v.drivesChanged.Store(true)
 		}
 	}
 	if len(copies) == 0 {

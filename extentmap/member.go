@@ -226,7 +226,12 @@ func eachMember(members []*member, f func(*member) error) []error {
 // write runs f for drives that must do it. One that fails is lost; when write returns without error, the labels of the
 // others say so durably, and what f wrote may be acknowledged.
 func (v *Volume) write(members []*member, f func(*member) error) error {
-	for i, err := range eachMember(members, f) {
+	return v.settle(members, eachMember(members, f))
+}
+
+// settle is the second half of write.
+func (v *Volume) settle(members []*member, errs []error) error {
+	for i, err := range errs {
 		if err == nil {
 			continue
 		}
@@ -242,12 +247,15 @@ func (v *Volume) write(members []*member, f func(*member) error) error {
 
 // setLost stops using a drive. Volume.labelMu.
 func (v *Volume) setLost(m *member, cause error) {
+	v.tablesMu.Lock()
+	defer v.tablesMu.Unlock()
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	m.state.Store(uint32(DriveLost))
 	m.cause, m.role = cause, false
 	v.metadata = without(v.metadata, m)
 	v.drivesChanged.Store(true)
+	v.losses.Add(1)
 	v.reviewRows(m.index)
 }
 

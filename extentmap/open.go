@@ -308,6 +308,9 @@ func newVolume(list []candidate, l *ondisk.Label, o Options) *Volume {
 		}
 		v.members = append(v.members, m)
 		v.byIndex[i].Store(m)
+		if m.stale || m.lost() {
+			v.drivesChanged.Store(true)
+		}
 		if m.role {
 			v.metadata = append(v.metadata, m)
 		}
@@ -346,11 +349,21 @@ func (v *Volume) start() error {
 	}
 	v.journal.Nonce = v.nonce
 	// The first checkpoint makes what was replayed durable under the new nonce: nothing that an earlier mount left
-	// half-written behind the journal's end can come to life later.
-	if err := v.checkpoint(false); err != nil {
-		return err
-	}
-	if err := v.exclusively(v.settleMembers); err != nil {
+	// half-written behind the journal's end can come to life later. It overwrites record tables in place, so each has
+	// two copies that count before.
+	err := v.exclusively(func() error {
+		if err := v.repairTables(); err != nil {
+			return err
+		}
+		if err := v.admitStale(); err != nil {
+			return err
+		}
+		if err := v.checkpointLocked(false); err != nil {
+			return err
+		}
+		return v.settleMembers()
+	})
+	if err != nil {
 		return err
 	}
 	v.committing.Add(1)

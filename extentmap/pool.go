@@ -99,7 +99,9 @@ type row struct {
 	// second has a bit for each dirty block whose second copy holds nothing worth keeping, nil for none: it is written
 	// before the first, which is the only one. Volume.applyMu.
 	second     []uint64
-	isDirty    bool // in Volume.dirtyRows
+	fresh      uint8 // bit per copy of the table that is to be written whole; Volume.applyMu
+	moved      bool  // the durable catalog names other places of the table; Volume.applyMu
+	isDirty    bool  // in Volume.dirtyRows
 	touched    []atomic.Uint64
 	anyTouched atomic.Bool
 

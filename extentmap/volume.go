@@ -33,6 +33,7 @@ type Volume struct {
 	byIndex   [ondisk.MaxDrives]atomic.Pointer[member]
 	metadata  []*member     // those with the metadata role; replaced as a whole under mu
 	region    ondisk.Region // of all drives; Segments is none's
+	losses    atomic.Uint64 // of drives
 	timeouts  atomic.Uint64 // operations of drives that were given up
 	rows      []atomic.Pointer[row]
 	generated atomic.Uint64
@@ -44,6 +45,7 @@ type Volume struct {
 	checkpointMu sync.Mutex
 	journalMu    sync.Mutex
 	labelMu      sync.Mutex
+	tablesMu     sync.Mutex   // while record tables are overwritten; before mu
 	common       ondisk.Label // what all labels say, as last written; labelMu
 	lastHits     time.Time    // of the last checkpoint that wrote hits; checkpointMu
 
@@ -54,8 +56,10 @@ type Volume struct {
 	tail      uint64 // first block that the last checkpoint does not contain
 	chain     uint32
 	super     ondisk.Superblock // as last written
+	catalog   []byte            // likewise
 	dirtyRows []*row
 	catDirty  bool
+	vacated   []vacancy
 	limbo     []*row // dropped rows whose space waits for a checkpoint
 
 	mu            sync.Mutex
@@ -73,7 +77,7 @@ type Volume struct {
 	closing    bool
 
 	failure       atomic.Pointer[error]
-	drivesChanged atomic.Bool   // since the last checkpoint: record tables may have to move
+	drivesChanged atomic.Bool   // since the last checkpoint: copies of record tables are missing, or should lie elsewhere
 	rowsChanged   chan struct{} // rows became available or unavailable
 	wake          chan struct{} // committer
 	kick          chan struct{} // checkpointer

@@ -195,15 +195,26 @@ func (c *checker) readLabels(d drive.Drive) (m *member, none error, err error) {
 	case first.err != nil && last.err != nil:
 		return nil, fmt.Errorf("no label: %w; and at block %d: %w", first.err, last.unit, last.err), nil
 	case first.err != nil:
-		c.at(d, first.unit, errorf("label", adviceCopy, "the first copy is bad: %v", first.err).safe(fixLabel))
+		c.at(d, first.unit, inWriting(last.label, errorf("label", adviceCopy, "the first copy is bad: %v",
+			first.err)).safe(fixLabel))
 		m.label = last.label
 	case last.err != nil:
-		c.at(d, last.unit, errorf("label", adviceCopy, "the second copy is bad: %v", last.err).safe(fixLabel))
+		c.at(d, last.unit, inWriting(first.label, errorf("label", adviceCopy, "the second copy is bad: %v",
+			last.err)).safe(fixLabel))
 		m.label = first.label
 	default:
 		m.label = c.compareCopies(d, first.label, last.label)
 	}
 	return m, nil, nil
+}
+
+// inWriting is a note where the good copy says that the volume was in use: the other may have been cut off while it was
+// written, or never have been there on a drive that was being added.
+func inWriting(good *ondisk.Label, p problem) problem {
+	if !good.Clean {
+		p.severity = Note
+	}
+	return p
 }
 
 // lengthen reports a drive that is shorter than its label says. A file can be made as long again; what lay behind its

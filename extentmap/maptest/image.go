@@ -60,6 +60,10 @@ func (m *Image) WriteAt(p []byte, off int64) {
 	}
 }
 
+// Page is the content of one page of 4 KiB, nil for zeroes. It is not to be changed; equal pointers are equal contents
+// while both are held.
+func (m *Image) Page(i int64) *[pageBytes]byte { return m.pages[i] }
+
 // Add changes one byte.
 func (m *Image) Add(off int64, d byte) { m.writable(off / pageBytes)[off%pageBytes] += d }
 

@@ -411,3 +411,26 @@ func decodeSlot(d []byte) (pool uint16, slot uint32, err error) {
 	}
 	return binary.LittleEndian.Uint16(d), binary.LittleEndian.Uint32(d[4:]), nil
 }
+
+// EachRowTables calls f with the places of the record tables of every row in a stream of whole entries, and writes back
+// what f makes of them.
+func EachRowTables(stream []byte, f func(pool uint16, number uint32, tables *[2]Locator)) {
+	le := binary.LittleEndian
+	for len(stream) >= EntryHeaderBytes {
+		n := EntrySize(int(le.Uint32(stream[4:])))
+		if n > len(stream) {
+			return
+		}
+		if p := stream[EntryHeaderBytes:n]; EntryType(stream[0]) == EntryRow && len(p) >= rowTablesOff+16 {
+			at := p[rowTablesOff:]
+			tables := [2]Locator{Locator(le.Uint64(at)), Locator(le.Uint64(at[8:]))}
+			f(le.Uint16(p), le.Uint32(p[4:]), &tables)
+			le.PutUint64(at, uint64(tables[0]))
+			le.PutUint64(at[8:], uint64(tables[1]))
+		}
+		stream = stream[n:]
+	}
+}
+
+// rowTablesOff is where a row's entry names its record tables.
+const rowTablesOff = 8
