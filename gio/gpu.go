@@ -43,7 +43,7 @@ type GPUConfig struct {
 // Defaults of GPUConfig.
 const (
 	StagingDefault       = 256 << 20
-	MoveDefault          = 2 << 20
+	MoveDefault          = 4 << 20
 	HarvestDefault       = 64 << 20
 	HarvestBlocksDefault = 32
 	movesDefault         = 2
@@ -74,7 +74,7 @@ type GPU struct {
 	dmaGPU  uint64 // where the GPU has the DMA memory
 	staging staging
 	in, out mover
-	procs   int // GOMAXPROCS
+	procs   int // naps of so many threads may keep their processors: half of GOMAXPROCS, for controllers nap too
 	start   time.Time
 
 	control worker
@@ -134,7 +134,7 @@ func NewGPU(c GPUConfig) (*GPU, error) {
 		return nil, err
 	}
 	g := &GPU{
-		gpu: c, start: time.Now(), procs: runtime.GOMAXPROCS(0), bell: make(chan struct{}, 1),
+		gpu: c, start: time.Now(), procs: runtime.GOMAXPROCS(0) / 2, bell: make(chan struct{}, 1),
 		ended: make(chan struct{}), stuck: make(chan struct{}), down: make(chan struct{}),
 	}
 	if err := g.configure(c.RingConfig); err != nil {
@@ -177,12 +177,8 @@ func (g *GPU) setUp() error {
 	if err := g.staging.setUp(g); err != nil {
 		return err
 	}
-	if err := g.in.setUp(g, g.device.copyIn, true); err != nil {
-		return err
-	}
-	if err := g.out.setUp(g, g.device.copyOut, false); err != nil {
-		return err
-	}
+	g.in.setUp(g, g.device.copyIn, true)
+	g.out.setUp(g, g.device.copyOut, false)
 	for i := range g.scratch {
 		if err := g.publish(g.scratch[i].memory); err != nil {
 			return err
@@ -289,8 +285,6 @@ func (g *GPU) Close() error {
 func (g *GPU) takeDown() {
 	_ = g.control.do(func() error {
 		g.device.drain()
-		g.in.close()
-		g.out.close()
 		g.thread.close()
 		g.maps.close(g)
 		g.closeRegions()

@@ -165,7 +165,7 @@ func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
 	}
 	for i, l := range th.g.lanes {
 		th.open[i] = th.takes(l, t.write)
-		hungry = hungry || th.open[i] && l.hungry()
+		hungry = hungry || th.open[i] && (t.write && len(l.ahead) <= 1 || !t.write && l.hungry())
 	}
 	if !hungry || th.flying == launchesMax {
 		return false, nil

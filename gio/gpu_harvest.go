@@ -138,6 +138,9 @@ func (th *ioThread) harvested(t *gpuTicket, from, to int) {
 	th.settle(t, to-from)
 }
 
+// gatherLeast is the staging slots that are worth a kernel of their own for chunks which no lane needs at once.
+const gatherLeast = 4
+
 // gatherAhead brings writes' bytes to the staging: those of the chunks that lanes take next first.
 func (th *ioThread) gatherAhead() {
 	s := &th.g.staging
@@ -153,8 +156,9 @@ func (th *ioThread) gatherAhead() {
 			if !c.direct {
 				// The last slot is for a chunk that is a lane's next: one that waits behind such a chunk would hold
 				// it for ever.
+				// What a lane does not need yet is gathered a few chunks at a time.
 				room := s.room(true)
-				if room == 0 || depth > 0 && room == 1 {
+				if room == 0 || depth > 0 && room <= gatherLeast && len(th.listed) == 0 || depth > 0 && room == 1 {
 					return
 				}
 				c.slot = s.take(true)

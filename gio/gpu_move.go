@@ -2,6 +2,8 @@ package gio
 
 import (
 	"fmt"
+	"math"
+	"sync/atomic"
 	"unsafe"
 
 	"tuttifs/cuda"
@@ -88,42 +90,80 @@ type mover struct {
 	pieces []piece    // ring
 	head   int
 	count  int
-	undone int64 // when the piece at head was last seen not to be done, 0: not yet
-	before int64 // the same of the piece before it
+	hungry bool // the first lane wants a slot and there is none
+
+	// done counts the pieces that are copied: the copy engine writes it, to pinned memory. Asking the driver about an
+	// event costs as much as enqueuing a copy.
+	done    *uint32
+	doneGPU uint64
+	issued  uint32
+
+	end  int64 // when the newest piece will have ended
+	pace int64 // nanoseconds that a MiB takes when nothing holds it up
 }
 
 // piece is one copy that is under way.
 type piece struct {
-	event *cuda.Event
+	nth   uint32 // done counts to here when it is copied
 	lane  *gpuLane
 	last  bool
 	since int64
-	least int64 // nanoseconds that it takes
+	begin int64 // when the copy engine will have come to it
+	end   int64 // and when it will be done with it
+	bytes uint32
 }
 
-// linkBytesPerMicrosecond is more than any link carries. A piece cannot be done earlier, and is not asked for: every
-// question is a call of the driver.
-const linkBytesPerMicrosecond = 64_000
+const (
+	never = int64(math.MaxInt64)
+	// paceFirst is what is taken for the pace before any was seen: 50 GB/s.
+	paceFirst = 20_000
+	// paceRange is how far from that the pace may go. Small pieces, which take their time whatever their size, would
+	// drive it up without end.
+	paceRange = 8
+	// leadNanos is how long before the end of a piece the next one is enqueued: about what a nap may last too long.
+	leadNanos = 20_000
+)
 
-func (m *mover) setUp(g *GPU, s *cuda.Stream, in bool) error {
-	m.g, m.stream, m.in = g, s, in
+// due is when there will be something to do: when the newest piece is about to end and wants a successor, or has ended.
+func (m *mover) due() int64 {
+	switch {
+	case m.count == 0:
+		return never
+	case len(m.pieces) > 1 && len(m.queue) > 0 && !m.hungry:
+		return m.end - leadNanos
+	}
+	return m.end
+}
+
+// room says whether a piece may be enqueued now. One that is enqueued sooner than it must be keeps the engine's own
+// small copies waiting for nothing.
+func (m *mover) room(now int64) bool {
+	return m.count == 0 || m.count < len(m.pieces) && now >= m.end-leadNanos
+}
+
+// note corrects what is known of the copy engine's pace: when pieces were found to have ended before they were to, or
+// not to have ended when they were.
+func (m *mover) note(p *piece, done bool, now int64) {
+	switch {
+	case !done && now > p.end:
+		late := now - p.end
+		m.end += late
+		for i := range m.pieces {
+			m.pieces[i].end += late
+		}
+		m.pace = min(m.pace+m.pace/64, paceFirst*paceRange)
+	case done && m.count == 1 && now < m.end:
+		m.end = now
+		m.pace = max(m.pace-m.pace/64, paceFirst/paceRange)
+	case done && m.count == 1 && len(m.queue) > 0 && !m.hungry:
+		m.pace = max(m.pace-m.pace/64, paceFirst/paceRange) // the copy engine has come to rest
+	}
+}
+
+func (m *mover) setUp(g *GPU, s *cuda.Stream, in bool) {
+	m.g, m.stream, m.in, m.pace = g, s, in, paceFirst
 	m.queue = make([]*gpuLane, 0, len(g.config.Lanes))
 	m.pieces = make([]piece, g.gpu.Moves)
-	for i := range m.pieces {
-		var err error
-		if m.pieces[i].event, err = g.gpu.Context.NewEvent(false); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-func (m *mover) close() {
-	for i := range m.pieces {
-		if e := m.pieces[i].event; e != nil {
-			_ = e.Close()
-		}
-	}
 }
 
 func (m *mover) add(l *gpuLane) { m.queue = append(m.queue, l) }
@@ -147,32 +187,21 @@ func (m *mover) cancel(l *gpuLane) {
 	}
 }
 
-// earliest is when the piece at head may be done: not before the time that it takes has passed since it was enqueued,
-// and since the one before it was seen not to be done.
-func (m *mover) earliest() int64 {
-	p := &m.pieces[m.head]
-	return max(p.since, m.before) + p.least
-}
-
 // poll takes note of pieces that are done.
 func (m *mover) poll(now int64) (moved bool, err error) {
 	for m.count > 0 {
 		p := &m.pieces[m.head]
-		if now < m.earliest() {
-			return moved, nil
+		if now < p.end-leadNanos {
+			return moved, nil // it cannot be done yet
 		}
-		done, err := p.event.Query()
-		if err != nil {
-			return moved, err
-		}
+		done := int32(atomic.LoadUint32(m.done)-p.nth) >= 0
+		m.note(p, done, now)
 		if !done {
-			m.undone = now
 			if now-p.since > m.g.kernelBound() {
 				return moved, fmt.Errorf("%w: a copy of %d bytes did not end", errStuck, m.g.gpu.MoveBytes)
 			}
 			return moved, nil
 		}
-		m.before, m.undone = m.undone, 0
 		m.head = (m.head + 1) % len(m.pieces)
 		m.count--
 		moved = true
@@ -186,12 +215,14 @@ func (m *mover) poll(now int64) (moved bool, err error) {
 
 // submit enqueues pieces, as many as may be outstanding.
 func (m *mover) submit(now int64) (moved bool, err error) {
-	for m.count < len(m.pieces) && len(m.queue) > 0 {
+	m.hungry = false
+	for len(m.queue) > 0 && m.room(now) {
 		l := m.queue[0]
 		c := l.active
 		if c.slot == noSlot { // a read's; a write has had one since it was gathered
 			if m.g.staging.room(false) == 0 {
-				return moved, nil // a harvest frees some
+				m.hungry = true // until a harvest frees some
+				return moved, nil
 			}
 			c.slot = m.g.staging.take(false)
 		}
@@ -207,13 +238,20 @@ func (m *mover) submit(now int64) (moved bool, err error) {
 			return moved, err
 		}
 		p := &m.pieces[(m.head+m.count)%len(m.pieces)]
-		if err := p.event.Record(m.stream); err != nil {
+		m.issued++
+		if err := m.stream.WriteValue32(cuda.Pointer(m.doneGPU), m.issued); err != nil {
 			return moved, err
 		}
+		p.nth = m.issued
 		m.count++
 		m.offset += n
-		p.lane, p.last, p.since = l, m.offset == c.bytes, now
-		p.least = int64(n) * 1000 / linkBytesPerMicrosecond
+		p.lane, p.last, p.since, p.bytes = l, m.offset == c.bytes, now, n
+		p.begin = now
+		if m.count > 1 {
+			p.begin = max(now, m.end)
+		}
+		p.end = p.begin + int64(n)*m.pace>>20
+		m.end = p.end
 		l.pieces++
 		moved = true
 		m.g.stats.moves.Add(1)

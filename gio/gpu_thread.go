@@ -37,6 +37,7 @@ type ioThread struct {
 	queried       int64 // when kernels under way were asked for errors
 	now           int64 // when the round began
 	idle          int   // rounds in which nothing happened
+	oversleep     int64 // what naps last longer than asked for, nanoseconds
 	buildParams   cuda.BuildParams
 	harvestParams cuda.HarvestParams
 	runs          [2]pollRun // of the polling executor
@@ -48,13 +49,11 @@ const waitDeadlines = 4
 
 // Times of the I/O thread, nanoseconds.
 const (
-	checkNanos   = int64(time.Millisecond)
-	queryNanos   = int64(50 * time.Millisecond)
-	copyNapLeast = 5_000
-	copyNapMost  = 50_000
-	spinRounds   = 4   // before the first nap
-	quietRounds  = 100 // before naps are long
-	quietNanos   = 50_000
+	checkNanos  = int64(time.Millisecond)
+	queryNanos  = int64(50 * time.Millisecond)
+	spinRounds  = 4   // before the first nap
+	quietRounds = 100 // before naps are long
+	quietNanos  = 50_000
 )
 
 func (th *ioThread) setUp(g *GPU) (err error) {
@@ -83,6 +82,12 @@ func (th *ioThread) carve(c *carver, queues int) {
 			l.done, l.doneGPU = &done[0], gpu
 		}
 		l.queues, l.queuesGPU = carve[cuda.KernelQueue](c, queues)
+	}
+	for _, m := range [...]*mover{&th.g.in, &th.g.out} {
+		if done, gpu := carve[uint32](c, 1); done != nil {
+			m.done, m.doneGPU = &done[0], gpu
+			*m.done = 0
+		}
 	}
 }
 
@@ -136,14 +141,16 @@ func (th *ioThread) park() {
 	th.idle = 0
 }
 
-// rest passes a moment. While pieces are being copied there is time until the next one is done, since another one is
-// enqueued behind it. Otherwise somebody may be waiting for a kernel or a drive, and it looks a few times before it
-// naps.
+// rest passes a moment. While pieces are on their way the next thing to do comes with the end of one, and when that
+// will be is known: a single nap costs a fraction of looking again and again. Otherwise somebody may be waiting for a
+// kernel or a drive, and it looks a few times before it naps.
 func (th *ioThread) rest() {
 	th.idle++
-	switch left := th.copying(); {
-	case left > 0:
-		sleep(min(max(left, copyNapLeast), copyNapMost), th.g.procs)
+	if due := min(th.g.in.due(), th.g.out.due()); due != never {
+		th.napUntil(due)
+		return
+	}
+	switch {
 	case th.idle <= spinRounds:
 	case th.idle > quietRounds:
 		sleep(quietNanos, th.g.procs)
@@ -152,18 +159,11 @@ func (th *ioThread) rest() {
 	}
 }
 
-// copying is how long the copies under way take at least, 0 if there are none.
-func (th *ioThread) copying() (left int64) {
-	for _, m := range [...]*mover{&th.g.in, &th.g.out} {
-		if m.count == 0 {
-			continue
-		}
-		until := max(1, m.earliest()-th.now)
-		if left == 0 || until < left {
-			left = until
-		}
-	}
-	return left
+// napUntil sleeps until about due. What naps have lasted longer than asked for is asked for less.
+func (th *ioThread) napUntil(due int64) {
+	asked := min(max(due-th.now-th.oversleep, 1), quietNanos)
+	sleep(asked, th.g.procs)
+	th.oversleep += (min(th.g.now()-th.now-asked, quietNanos) - th.oversleep) / 8
 }
 
 func (th *ioThread) lanesStill() bool {
@@ -454,13 +454,15 @@ func (th *ioThread) check(now int64) error {
 			th.giveUp(t, ErrTimeout)
 		}
 	}
-	if th.flying == 0 || now-th.queried < queryNanos {
+	if th.flying+g.in.count+g.out.count == 0 || now-th.queried < queryNanos {
 		return nil
 	}
 	th.queried = now
-	// A kernel that failed never counts its word up.
-	if _, err := g.device.harvestS.Query(); err != nil {
-		return err
+	// What failed never counts its word up.
+	for _, s := range [...]*cuda.Stream{g.device.harvestS, g.device.copyIn, g.device.copyOut} {
+		if _, err := s.Query(); err != nil {
+			return err
+		}
 	}
 	for i := range th.launches {
 		if l := &th.launches[i]; l.kind != launchFree && now-l.since > g.kernelBound() {
