@@ -2,9 +2,13 @@ package main
 
 import (
 	"os"
+	"os/exec"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
 	"tuttifs/ioctl"
@@ -81,4 +85,53 @@ func TestScrub(t *testing.T) {
 	r = execAs(t, "tuttifs", "fsck", "-y", "--data", paths[0])
 	require.Equal(t, 1, r.code, r.stdout+r.stderr)
 	require.Contains(t, r.stdout, "repaired, ")
+}
+
+// TestScrubStops: there is one scrub at a time, and it ends with the command that asked for it.
+func TestScrubStops(t *testing.T) {
+	paths := formatted(t, 2, "64m")
+	dir := mounted(t, paths[0])
+	replayed(t, smallTrace(t, 10), dir)
+	slow := exec.Command(builtBinary(t), "scrub", "--rate", "1", dir)
+	require.NoError(t, slow.Start())
+	require.Eventually(t, func() bool {
+		r := execAs(t, "tuttifs", "scrub", "--rate", "0", dir)
+		return r.code == 8 && strings.Contains(r.stderr, "a scrub is under way")
+	}, 30*time.Second, 20*time.Millisecond)
+	require.NoError(t, slow.Process.Signal(os.Interrupt))
+	var exit *exec.ExitError
+	require.ErrorAs(t, slow.Wait(), &exit)
+	require.Equal(t, 32, exit.ExitCode())
+	require.Eventually(t, func() bool { return execAs(t, "tuttifs", "scrub", "--rate", "0", dir).code == 0 },
+		30*time.Second, 20*time.Millisecond)
+
+	// And with the mount.
+	slow = exec.Command(builtBinary(t), "scrub", "--rate", "1", dir)
+	require.NoError(t, slow.Start())
+	require.Eventually(t, func() bool { return execAs(t, "tuttifs", "scrub", "--rate", "0", dir).code == 8 },
+		30*time.Second, 20*time.Millisecond)
+	tuttifs(t, "umount", dir)
+	require.ErrorAs(t, slow.Wait(), &exit)
+	require.Equal(t, 8, exit.ExitCode())
+}
+
+// TestFsckAfterKill: a daemon that was killed leaves a volume that fsck -p makes clean, with all its files.
+func TestFsckAfterKill(t *testing.T) {
+	paths := formatted(t, 2, "64m")
+	dir := mounted(t, paths[0])
+	replayed(t, smallTrace(t, 10), dir)
+	before := decode[scrubResult](t, tuttifs(t, "scrub", "--json", "--rate", "0", dir))
+	pid := daemonPID(t, dir)
+	require.NoError(t, unix.Kill(pid, unix.SIGKILL))
+	waitGone(t, pid)
+	require.NoError(t, unix.Unmount(dir, unix.MNT_DETACH))
+	require.Contains(t, tuttifs(t, "fsck", "-n", paths[0]), "consistent, not unmounted")
+	r := execAs(t, "fsck.tuttifs", "-p", paths[0])
+	require.Equal(t, 1, r.code, r.stdout+r.stderr)
+	require.Empty(t, r.stderr)
+	require.Contains(t, tuttifs(t, "fsck", "-n", "--data", paths[0]), ": clean: ")
+	mountOn(t, paths[0], dir)
+	after := decode[scrubResult](t, tuttifs(t, "scrub", "--json", "--rate", "0", dir))
+	require.Equal(t, before.Files, after.Files)
+	require.Zero(t, after.Damaged)
 }
