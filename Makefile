@@ -65,7 +65,7 @@ fuzz:
 
 # How many images were spoilt, and what became of them, is in the last lines.
 flips:
-	TUTTIFS_LONG=1 TUTTIFS_FLIPS=$(FLIPS) $(GO) test -count=1 -timeout 4h -v \
+	set -o pipefail; TUTTIFS_LONG=1 TUTTIFS_FLIPS=$(FLIPS) $(GO) test -count=1 -timeout 4h -v \
 		-run '^(TestFlips|TestSealedDamage|TestRepairCut|TestTakingInIsCut)$$' ./extentmap/check | grep -v '^    --- PASS\|=== '
 
 bench: build
