@@ -342,8 +342,8 @@ func (v *Volume) labelOf(m *member) *ondisk.Label {
 	return &l
 }
 
-// writeLabel writes one copy after the other. What changes from writing to writing lies in the first 512 bytes, so that a
-// crash leaves each copy as it was or as it is to be, even if the other is damaged.
+// writeLabel writes one copy after the other. What changes from writing to writing lies in the first 512 bytes, so that
+// a crash leaves each copy as it was or as it is to be, even if the other is damaged.
 func writeLabel(m *member) error {
 	for _, unit := range []uint64{0, m.label.Units - 1} {
 		b := drive.AlignedBuffer(ondisk.BlockBytes)

@@ -357,8 +357,8 @@ func (v *Volume) anySlot(sequence uint64) bool {
 
 var zeroBlock [ondisk.BlockBytes]byte
 
-// followed says whether a later mount went on where a journal ends: its blocks carry another nonce, and follow in number
-// and chain. Only where that mount's superblock is lost can it be that we know nothing of it.
+// followed says whether a later mount went on where a journal ends: its blocks carry another nonce, and follow in
+// number and chain. Only where that mount's superblock is lost can it be that we know nothing of it.
 func followed(j *ondisk.Journal, copies [][]byte, scan *ondisk.Scan) bool {
 	off := scan.Head % j.Blocks * ondisk.BlockBytes
 	for _, ring := range copies {

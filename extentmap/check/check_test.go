@@ -110,6 +110,12 @@ type damage struct {
 
 func flip(b []byte) { b[len(b)/3] ^= 0x10 }
 
+func swap(a, b []byte) {
+	was := string(a)
+	copy(a, b)
+	copy(b, was)
+}
+
 // onMetadata calls f for the images of both metadata drives.
 func onMetadata(images [][]byte, f func(image []byte)) {
 	f(images[0])
@@ -252,6 +258,18 @@ func damages() []damage {
 				rows := parse(t, images).rows
 				a, b := rows[0].Tables[0], rows[1].Tables[0]
 				copy(unitOf(images[a.Drive()], a.Unit()), unitOf(images[b.Drive()], b.Unit()))
+			}},
+		{name: "swapped record tables", structure: "record table", message: "belongs elsewhere",
+			spoil: func(t *testing.T, images [][]byte) {
+				rows := parse(t, images).rows
+				a, b := rows[0].Tables[0], rows[1].Tables[0]
+				swap(unitOf(images[a.Drive()], a.Unit()), unitOf(images[b.Drive()], b.Unit()))
+			}},
+		{name: "swapped superblocks", structure: "superblock", message: "belongs elsewhere",
+			spoil: func(_ *testing.T, images [][]byte) { swap(unitOf(images[1], 1), unitOf(images[1], 2)) }},
+		{name: "swapped labels", structure: "label", message: "it is drive 1",
+			spoil: func(_ *testing.T, images [][]byte) {
+				swap(unitOf(images[1], 0), unitOf(images[1], uint64(len(images[1]))/block-1))
 			}},
 		{name: "record tables differ", structure: "record table", message: "different records",
 			spoil: func(t *testing.T, images [][]byte) {

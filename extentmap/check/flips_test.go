@@ -328,8 +328,8 @@ func TestFlips(t *testing.T) {
 	}
 }
 
-// TestSealedDamage puts damage behind right checksums, as a defect or somebody with access to the drives might: fields of
-// any value in any block. No panic, and no wrong byte; what can be repaired mounts, and what cannot is left as it is.
+// TestSealedDamage puts damage behind right checksums, as a defect or somebody with access to the drives might: fields
+// of any value in any block. No panic, and no wrong byte; what can be repaired mounts, and the rest is left as it is.
 func TestSealedDamage(t *testing.T) {
 	total := flipsDefault / 4
 	if n, err := strconv.Atoi(os.Getenv("TUTTIFS_FLIPS")); err == nil {

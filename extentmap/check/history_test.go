@@ -179,6 +179,31 @@ func TestEachHalfMountedAlone(t *testing.T) {
 	}
 }
 
+// A write of one copy of a record table that never reached the drive leaves an older block that is whole: the newer
+// counts, whichever of the two it is.
+func TestLostWrite(t *testing.T) {
+	before := usedImages(t)
+	after := later(t, before, 5000)
+	now := dataOf(t, after)
+	stale := 0
+	for _, row := range parse(t, before).rows {
+		for _, at := range row.Tables {
+			images := cloneImages(after)
+			old, current := unitOf(before[at.Drive()], at.Unit()), unitOf(images[at.Drive()], at.Unit())
+			if string(old) == string(current) {
+				continue
+			}
+			stale++
+			copy(current, old)
+			result, list, is := repaired(t, maptest.FromImages(images), check.Options{Data: true, Repair: onlySafe})
+			require.EqualValues(t, 1, result.Repaired)
+			require.Contains(t, list.of(check.Error)[0].Message, "the copies hold different records")
+			require.Equal(t, now, is)
+		}
+	}
+	require.GreaterOrEqual(t, stale, 2)
+}
+
 // A volume that goes on without a drive is repaired without it, and takes it in when it is back.
 func TestRepairOfDegraded(t *testing.T) {
 	images := usedImages(t)

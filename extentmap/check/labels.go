@@ -78,8 +78,8 @@ func (c *checker) checkMissing() {
 	}
 }
 
-// chooseLabel finds the label that the volume goes by: the newest, of those the one that most copies agree with, or that
-// of the drive to trust.
+// chooseLabel finds the label that the volume goes by: the newest, of those the one that most copies agree with, or
+// that of the drive to trust.
 func (c *checker) chooseLabel(found []*member) error {
 	c.label = found[0].label
 	trusted := false

@@ -38,34 +38,34 @@ func (c *checker) checkRecords() error {
 	}
 	c.nextCommit = max(c.nextCommit, c.super.NextCommit, c.journaled)
 	slices.Sort(s.sequences)
+	extra := make(map[uint64]int)
 	for i := 1; i < len(s.sequences); i++ {
 		if n := s.sequences[i]; n == s.sequences[i-1] &&
 			c.volume(errorf("record", "evict the files of that commit", "two records have commit sequence %d", n).
 				ask("one of them gets the next one")) {
-			s.renumber(n)
+			extra[n]++
 		}
 	}
+	s.renumber(extra)
 	s.checkTenants()
 	return nil
 }
 
-// renumber gives one record of a commit sequence another one.
-func (s *records) renumber(sequence uint64) {
+// renumber gives so many records of each commit sequence another one.
+func (s *records) renumber(extra map[uint64]int) {
+	if len(extra) == 0 {
+		return
+	}
 	for _, q := range s.c.sortedPools() {
-		for _, r := range q.numbered {
-			for i := range q.slotsPerRow {
-				rec := r.record(i)
-				n := rec[ondisk.RecordSeqOff:]
-				if ondisk.State(rec[ondisk.RecordStateOff]) != ondisk.StateCommitted ||
-					binary.LittleEndian.Uint64(n) != sequence {
-					continue
-				}
+		q.each(func(slot uint32, r *row, rec []byte) {
+			n := rec[ondisk.RecordSeqOff:]
+			if sequence := binary.LittleEndian.Uint64(n); extra[sequence] > 0 {
+				extra[sequence]--
 				binary.LittleEndian.PutUint64(n, s.c.nextCommit)
 				s.c.nextCommit++
-				r.write(i/ondisk.RecordsPerBlock, writeBoth)
-				return
+				r.write(slot%q.slotsPerRow/ondisk.RecordsPerBlock, writeBoth)
 			}
-		}
+		})
 	}
 }
 
