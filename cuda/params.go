@@ -156,9 +156,12 @@ type SumsParams struct {
 	_        uint32
 }
 
+// MoveThreads is the largest block of harvest and gather, and the best one: they have all of an SM's registers then.
+const MoveThreads = 512
+
 // HarvestParams of tuttifs_harvest: for each IOCTX of the chunks, copies its payload from the staging to its runs,
 // verifies its sum on the way, and zeroes the runs where Outcomes says that it failed or the sum is another. Direct
-// chunks are verified in place. Any grid; blocks of 256 or more.
+// chunks are verified in place. Any grid; blocks of at most MoveThreads.
 type HarvestParams struct {
 	Tables     KernelTables
 	Cells      KernelCells

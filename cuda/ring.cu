@@ -10,8 +10,9 @@ typedef short i16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// What a block can have; every kernel takes any multiple of 32 threads up to this.
+// What a block can have; every kernel takes any multiple of 32 threads up to this, those that move up to MOVETHREADS.
 #define THREADS 1024
+#define MOVETHREADS 512
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
 
@@ -544,17 +545,7 @@ static __device__ __forceinline__ u64 mix(u64 z) {
 	return z ^ z >> 31;
 }
 
-// Keys are the key words of a thread. A warp reads 512 bytes at a time, 16 a thread: lane t has words 2t and 2t+1 of
-// each half of a block, always the same, and both belong to lanes 2(t mod 4) and 2(t mod 4)+1 of the sum.
-struct Keys {
-	u64 k[4];
-};
-
 static __device__ __forceinline__ u64 key(u32 i) { return mix(KeysState + (i + 1) * Golden); }
-
-static __device__ Keys keysOf(u32 lane) {
-	return Keys{{key(2 * lane), key(2 * lane + 1), key(64 + 2 * lane), key(64 + 2 * lane + 1)}};
-}
 
 static __device__ __forceinline__ u64 product(u64 x) { return u64(u32(x)) * (x >> 32); }
 
@@ -565,26 +556,38 @@ static __device__ __forceinline__ void add(u64 &even, u64 &odd, const uint4 &v, 
 	odd += product(w1 ^ k1) + w0;
 }
 
-// Steps of a warp are two blocks; it folds the blocks of a unit at once, a block a thread. FOLD is the room of a block's
-// lanes, odd so that threads that fold do not meet in the memory's banks.
-#define STEP 2048
-#define UNIT 8192
-#define UNITBLOCKS (UNIT / 1024)
+// A warp moves a step at a time: VECTORS times 16 bytes a thread. PER threads share a block, and each has the same
+// places in it every time, so that its key words stay in registers: thread q of them has words 2q and 2q+1 of every
+// 16 PER bytes, all of which belong to lanes 2(q mod 4) and 2(q mod 4)+1 of the sum.
+//
+// Units are what a warp takes at a time. It folds a unit's blocks at once, a block a thread. AHEAD says that a step is
+// read while the one before is summed.
+template <u32 V, u32 UNIT, bool A, bool H> struct Shape {
+	static const u32 VECTORS = V, PER = BlockBytes / 16 / V, STEP = 512 * V;
+	static const u32 UNITBLOCKS = UNIT, UNITBYTES = UNIT * BlockBytes;
+	static const bool AHEAD = A, HOST = H; // cells are in host memory
+};
+
+// Moves between staging and runs have 128 registers a thread, those of the polling kernel 64. FOLDS blocks are waiting
+// to be folded in both: 16 warps of 16, and 32 of 8.
+#define FOLDS 256
+typedef Shape<8, 16, true, false> Staged;
+typedef Shape<4, 8, false, true> Polled;
+
+// FOLD is the room of a block's lanes, odd so that threads that fold do not meet in the memory's banks.
 #define FOLD 9
 
-// reduce adds up the shares of all threads in the lanes of two blocks (even and odd of each), and stores the 16 sums.
-// Each exchange halves what a thread goes on with.
-static __device__ __forceinline__ void reduce(u64 even0, u64 odd0, u64 even1, u64 odd1, u64 *lanes) {
-	u32 lane = laneOf();
-	bool second = lane & 16, odd = lane & 8;
-	u64 e = (second ? even1 : even0) + __shfl_xor_sync(ALL, second ? even0 : even1, 16);
-	u64 o = (second ? odd1 : odd0) + __shfl_xor_sync(ALL, second ? odd0 : odd1, 16);
-	u64 v = (odd ? o : e) + __shfl_xor_sync(ALL, odd ? e : o, 8);
-	v += __shfl_xor_sync(ALL, v, 4);
-	if (!(lane & 4)) lanes[(lane >> 4) * FOLD + 2 * (lane & 3) + (lane >> 3 & 1)] = v;
+// reduce adds up the shares of the threads that have a block, and stores the lanes.
+template <class S> static __device__ __forceinline__ void reduce(u64 even, u64 odd, u64 *lanes) {
+	const u32 q = laneOf() % S::PER;
+	u64 v = (q & 4 ? odd : even) + __shfl_xor_sync(ALL, q & 4 ? even : odd, 4);
+#pragma unroll
+	for (u32 d = 8; d < S::PER; d *= 2) v += __shfl_xor_sync(ALL, v, d);
+	if (q < 8) lanes[laneOf() / S::PER * FOLD + 2 * (q & 3) + (q >> 2)] = v;
 }
 
 // foldUnit hashes n blocks, the first of which has number block, and adds their values to total (in shared memory).
+template <class S>
 static __device__ __forceinline__ void foldUnit(const u64 *lanes, u32 n, u32 number, u64 s0, u64 s1, u64 *total) {
 	u64 v = 0;
 	__syncwarp();
@@ -597,9 +600,8 @@ static __device__ __forceinline__ void foldUnit(const u64 *lanes, u32 n, u32 num
 		}
 		v = mix(h ^ s1);
 	}
-	v += __shfl_xor_sync(ALL, v, 4);
-	v += __shfl_xor_sync(ALL, v, 2);
-	v += __shfl_xor_sync(ALL, v, 1);
+#pragma unroll
+	for (u32 d = S::UNITBLOCKS / 2; d > 0; d /= 2) v += __shfl_xor_sync(ALL, v, d);
 	if (laneOf() == 0) atomicAdd(total, v);
 	__syncwarp();
 }
@@ -631,8 +633,14 @@ struct Work {
 struct MoveShared {
 	Work work[TILE];
 	u32 before[TILE + 1]; // units of the objects before
-	u64 lanes[WARPS][UNITBLOCKS * FOLD];
+	u64 keys[128];
+	u64 lanes[FOLDS * FOLD];
 };
+
+// setKeys makes the key words, which moveTile needs; the block meets before that.
+static __device__ __forceinline__ void setKeys(MoveShared &s) {
+	for (u32 i = threadIdx.x; i < 128; i += blockDim.x) s.keys[i] = key(i);
+}
 
 // Cursor is a place in an object's runs: the payload's bytes below limit lie at delta + their offset.
 struct Cursor {
@@ -725,81 +733,185 @@ template <bool HOST> static __device__ __forceinline__ uint4 loadCell(u64 addres
 	return HOST ? __ldcv(at<uint4>(address)) : __ldcs(at<uint4>(address));
 }
 
-// moveStep moves the warp's 2 KiB at offset o0, and leaves in v what the sum covers. All of it lies in one run, on
-// multiples of 16, and before the payload's end.
-template <bool GATHER, bool HOST>
-static __device__ __forceinline__ void moveStep(const Work &w, u64 run, u32 o0, uint4 v[4]) {
-	u32 o = o0 + laneOf() * 16;
-	if (GATHER || w.cell == 0) {
+// Shares are a thread's of two lanes of a block.
+struct Shares {
+	u64 even, odd;
+};
+
+// moveSlowly moves a thread's part of a step where runs have any shape or the payload ends, o being its first byte.
+template <bool GATHER, bool SUMS, class S>
+static __device__ __noinline__ Shares moveSlowly(const Work &w, const u64 *keys, u32 o) {
+	Shares sum = {0, 0};
+	Cursor c = cursorOf(w);
+	const u64 *k = keys + laneOf() % S::PER * 2;
+#pragma unroll 1
+	for (u32 i = 0; i < S::VECTORS; i++, o += 16 * S::PER, k += 2 * S::PER) {
+		uint4 v = make_uint4(0, 0, 0, 0);
+		if (GATHER || w.cell == 0) {
+			if (o < w.payload) v = loadRuns(w, c, o);
+			if (w.cell != 0 && o < w.bytes) __stcs(at<uint4>(w.cell + o), v);
+		} else if (o < w.payload) {
+			v = clip(loadCell<S::HOST>(w.cell + o), o, w.payload);
+			storeRuns(w, c, o, v);
+		}
+		if (SUMS) add(sum.even, sum.odd, v, k[0], k[1]);
+	}
+	return sum;
+}
+
+// Walk is where a warp is among the units of a tile, and the thread among the object's runs.
+struct Walk {
+	u32 unit, object;
+	u32 o, end; // of the step and the unit, in the object
+	Cursor c;
+};
+
+// enter begins a unit. It is false if there is none.
+template <class S> static __device__ __forceinline__ bool enter(const MoveShared &s, Walk &k) {
+	if (k.unit >= s.before[TILE]) return false;
+	u32 j = 0; // the last object that begins at the unit or before
 #pragma unroll
-		for (u32 i = 0; i < 4; i++) v[i] = __ldcs(at<uint4>(run + o + i * 512));
+	for (u32 d = TILE / 2; d > 0; d >>= 1) {
+		if (s.before[j + d] <= k.unit) j += d;
+	}
+	const Work &w = s.work[j];
+	k.object = j;
+	k.o = (k.unit - s.before[j]) * S::UNITBYTES;
+	k.end = min(w.bytes, k.o + S::UNITBYTES);
+	k.c = cursorOf(w);
+	return true;
+}
+
+template <class S> static __device__ __forceinline__ bool advance(const MoveShared &s, Walk &k) {
+	k.o += S::STEP;
+	if (k.o < k.end) return true;
+	k.unit += blockDim.x / 32;
+	return enter<S>(s, k);
+}
+
+// Step is a thread's part of what a warp has in hand: VECTORS times 16 bytes of a block.
+template <class S> struct Step {
+	uint4 v[S::VECTORS];
+	u64 to;  // where they go, 0 to stay
+	u32 object, o;
+	bool whole; // the block lies in one run, on multiples of 16, and before the payload's end: else v is not read
+	bool last;  // of the unit
+};
+
+// read begins a step.
+template <bool GATHER, class S>
+static __device__ __forceinline__ void read(const MoveShared &s, Walk &k, Step<S> &t) {
+	const Work &w = s.work[k.object];
+	const u32 block = k.o + laneOf() / S::PER * BlockBytes;
+	t.to = 0;
+	t.object = k.object;
+	t.o = block + laneOf() % S::PER * 16;
+	t.last = k.o + S::STEP >= k.end;
+	t.whole = w.bits % 16 == 0 && block + BlockBytes <= w.payload;
+	if (t.whole) {
+		seek(w, k.c, block);
+		t.whole = block + BlockBytes <= k.c.limit;
+	}
+	if (!t.whole) return;
+	const u64 run = k.c.delta + t.o, cell = w.cell ? w.cell + t.o : 0, from = GATHER || cell == 0 ? run : cell;
+	t.to = GATHER ? cell : cell ? run : 0;
+	if (S::HOST && !GATHER && cell) {
+#pragma unroll
+		for (u32 i = 0; i < S::VECTORS; i++) t.v[i] = loadCell<S::HOST>(from + i * 16 * S::PER);
 	} else {
 #pragma unroll
-		for (u32 i = 0; i < 4; i++) v[i] = loadCell<HOST>(w.cell + o + i * 512);
+		for (u32 i = 0; i < S::VECTORS; i++) t.v[i] = __ldcs(at<uint4>(from + i * 16 * S::PER));
 	}
-	if (w.cell == 0) return;
-	u64 to = (GATHER ? w.cell : run) + o;
+}
+
+// Keys are a thread's key words.
+template <class S> struct Keys {
+	u64 k[2 * S::VECTORS];
+};
+
+// write ends a step: stores and sums what was read. lanes are the warp's.
+template <bool GATHER, bool SUMS, class S>
+static __device__ __forceinline__ void write(MoveShared &s, const Step<S> &t, const Keys<S> &keys, u64 *lanes) {
+	Work &w = s.work[t.object];
+	Shares sum = {0, 0};
+	if (t.whole) {
+		if (t.to) {
 #pragma unroll
-	for (u32 i = 0; i < 4; i++) __stcs(at<uint4>(to + i * 512), v[i]);
-}
-
-// moveSlowly moves 16 bytes for a thread where runs have any shape or the payload ends.
-template <bool GATHER, bool HOST>
-static __device__ __noinline__ uint4 moveSlowly(const Work &w, Cursor c, u32 o) {
-	uint4 v = make_uint4(0, 0, 0, 0);
-	if (GATHER || w.cell == 0) {
-		if (o < w.payload) v = loadRuns(w, c, o);
-		if (w.cell != 0 && o < w.bytes) __stcs(at<uint4>(w.cell + o), v);
-	} else if (o < w.payload) {
-		v = clip(loadCell<HOST>(w.cell + o), o, w.payload);
-		storeRuns(w, c, o, v);
-	}
-	return v;
-}
-
-// moveUnit moves piece number piece of an object, by one warp.
-template <bool GATHER, bool SUMS, bool HOST>
-static __device__ __forceinline__ void moveUnit(Work &w, u32 piece, const Keys &keys, u64 *lanes) {
-	const u32 start = piece * UNIT;
-	Cursor c = cursorOf(w);
-	for (u32 step = 0; step < UNIT / STEP; step++) {
-		u32 o = start + step * STEP;
-		if (o >= w.bytes) break;
-		uint4 v[4];
-		bool inside = o + STEP <= w.payload;
-		if (o < w.payload) seek(w, c, o);
-		if (inside && w.bits % 16 == 0 && o + STEP <= c.limit) {
-			moveStep<GATHER, HOST>(w, c.delta, o, v);
-		} else {
+			for (u32 i = 0; i < S::VECTORS; i++) __stcs(at<uint4>(t.to + i * 16 * S::PER), t.v[i]);
+		}
+		if (SUMS) {
 #pragma unroll
-			for (u32 i = 0; i < 4; i++) v[i] = moveSlowly<GATHER, HOST>(w, c, o + i * 512 + laneOf() * 16);
+			for (u32 i = 0; i < S::VECTORS; i++) add(sum.even, sum.odd, t.v[i], keys.k[2 * i], keys.k[2 * i + 1]);
 		}
-		if (SUMS && o < w.payload) {
-			u64 even0 = 0, odd0 = 0, even1 = 0, odd1 = 0;
-			add(even0, odd0, v[0], keys.k[0], keys.k[1]);
-			add(even0, odd0, v[1], keys.k[2], keys.k[3]);
-			add(even1, odd1, v[2], keys.k[0], keys.k[1]);
-			add(even1, odd1, v[3], keys.k[2], keys.k[3]);
-			reduce(even0, odd0, even1, odd1, lanes + step * (STEP / BlockBytes) * FOLD);
-		}
+	} else {
+		sum = moveSlowly<GATHER, SUMS, S>(w, s.keys, t.o);
 	}
-	if (SUMS && start < w.payload) {
-		u32 n = (min(w.payload - start, u32(UNIT)) + BlockBytes - 1) / BlockBytes;
-		foldUnit(lanes, n, start / BlockBytes, w.s0, w.s1, &w.total);
+	if (!SUMS) return;
+	const u32 first = t.o - laneOf() / S::PER * BlockBytes - laneOf() % S::PER * 16; // of the step
+	const u32 start = first & ~(S::UNITBYTES - 1);
+	reduce<S>(sum.even, sum.odd, lanes + (first - start) / BlockBytes * FOLD);
+	if (!t.last || start >= w.payload) return;
+	u32 n = (min(w.payload - start, S::UNITBYTES) + BlockBytes - 1) / BlockBytes;
+	foldUnit<S>(lanes, n, start / BlockBytes, w.s0, w.s1, &w.total);
+}
+
+// moveUnits moves the warp's units of a tile.
+template <bool GATHER, bool SUMS, class S> static __device__ __forceinline__ void moveUnits(MoveShared &s) {
+	u64 *lanes = s.lanes + warpOf() * S::UNITBLOCKS * FOLD;
+	Keys<S> keys;
+	if (SUMS) {
+#pragma unroll
+		for (u32 i = 0; i < 2 * S::VECTORS; i++) keys.k[i] = s.keys[laneOf() % S::PER * 2 + i / 2 * 2 * S::PER + i % 2];
+	}
+	Walk k = {};
+	k.unit = warpOf();
+	bool more = enter<S>(s, k);
+	Step<S> a, b;
+	if (!S::AHEAD) {
+		for (; more; more = advance<S>(s, k)) {
+			read<GATHER, S>(s, k, a);
+			write<GATHER, SUMS, S>(s, a, keys, lanes);
+		}
+		return;
+	}
+	if (more) read<GATHER, S>(s, k, a);
+	while (more) {
+		more = advance<S>(s, k);
+		if (more) read<GATHER, S>(s, k, b);
+		write<GATHER, SUMS, S>(s, a, keys, lanes);
+		if (!more) break;
+		more = advance<S>(s, k);
+		if (more) read<GATHER, S>(s, k, a);
+		write<GATHER, SUMS, S>(s, b, keys, lanes);
 	}
 }
 
-// sumOf prepares the sum of IOCTX i.
-static __device__ void sumOf(const Sums &s, u32 i, u32 object, bool expected, Work &w) {
+// Seed is what the sum of an object begins with, and where it stands.
+struct Seed {
+	u64 a, b, want;
+	u64 *place;
+};
+
+// seedOf reads the seed of IOCTX i.
+static __device__ __forceinline__ Seed seedOf(const Sums &s, u32 i, bool expected) {
 	u32 slot = i / s.perSlot;
 	u32 ordinal = s.ordinals[i % s.perSlot];
 	if (s.active) slot = s.active[slot];
-	u64 id = mix((u64(s.rank) | u64(object) << 16) + Golden);
-	u64 a = s.seeds[2 * u64(slot)], b = s.seeds[2 * u64(slot) + 1];
-	w.place = s.sums + u64(slot) * s.rankObjects + ordinal;
-	w.want = expected ? *w.place : 0;
-	w.s0 = mix(mix(a ^ id) + w.payload);
-	w.s1 = mix(mix(b ^ w.s0) + Golden);
+	Seed d;
+	d.place = s.sums + u64(slot) * s.rankObjects + ordinal;
+	d.a = s.seeds[2 * u64(slot)];
+	d.b = s.seeds[2 * u64(slot) + 1];
+	d.want = expected ? *d.place : 0;
+	return d;
+}
+
+// sumOf prepares the sum of an object.
+static __device__ __forceinline__ void sumOf(const Seed &d, u32 rank, u32 object, Work &w) {
+	u64 id = mix((u64(rank) | u64(object) << 16) + Golden);
+	w.place = d.place;
+	w.want = d.want;
+	w.s0 = mix(mix(d.a ^ id) + w.payload);
+	w.s1 = mix(mix(d.b ^ w.s0) + Golden);
 }
 
 // resolve fills in the work for IOCTX i, whose outcome so far is given.
@@ -810,6 +922,8 @@ static __device__ void resolve(const Tables &t, const Sums &sums, const Ioctx &c
 	w.state = Skip;
 	w.bytes = 0;
 	if (GATHER && (outcome != OutcomeOK || ctx.flags)) return;
+	Seed seed = {};
+	if (SUMS && outcome == OutcomeOK) seed = seedOf(sums, i, !GATHER); // before the registered memory: reads overlap
 	u32 payload = 0, bytes = 0;
 	if (ctx.object < t.objectCount) {
 		const Object o = t.objects[ctx.object];
@@ -837,16 +951,16 @@ static __device__ void resolve(const Tables &t, const Sums &sums, const Ioctx &c
 	if (cell == 0 && !SUMS) return; // in place, and nothing to verify
 	w.state = Move;
 	w.bytes = GATHER && cell ? bytes : payload;
-	if (SUMS) sumOf(sums, i, ctx.object, !GATHER, w);
+	if (SUMS) sumOf(seed, sums.rank, ctx.object, w);
 }
 
 // scanUnits sets before, by one warp.
-static __device__ void scanUnits(MoveShared &s, u32 n) {
+template <class S> static __device__ void scanUnits(MoveShared &s, u32 n) {
 	const u32 each = TILE / 32;
 	u32 lane = laneOf(), mine = 0;
 	for (u32 k = 0; k < each; k++) {
 		u32 j = lane * each + k;
-		if (j < n) mine += (s.work[j].bytes + UNIT - 1) / UNIT;
+		if (j < n) mine += (s.work[j].bytes + S::UNITBYTES - 1) / S::UNITBYTES;
 	}
 	u32 sum = mine;
 	for (u32 d = 1; d < 32; d <<= 1) {
@@ -857,7 +971,7 @@ static __device__ void scanUnits(MoveShared &s, u32 n) {
 	for (u32 k = 0; k < each; k++) {
 		u32 j = lane * each + k;
 		s.before[j] = at;
-		if (j < n) at += (s.work[j].bytes + UNIT - 1) / UNIT;
+		if (j < n) at += (s.work[j].bytes + S::UNITBYTES - 1) / S::UNITBYTES;
 	}
 	if (lane == 31) s.before[TILE] = at;
 }
@@ -870,19 +984,12 @@ static __device__ __noinline__ void zero(const Work &w) {
 
 // moveTile does the first n works, by the whole block: moves, sums, and zeroes what failed. Every work was filled in by
 // thread (its number) mod blockDim; afterwards they may be filled in again.
-template <bool GATHER, bool SUMS, bool HOST>
-static __device__ void moveTile(MoveShared &s, u32 n, const Keys &keys, u8 *outcomes) {
+template <bool GATHER, bool SUMS, class S>
+static __device__ __forceinline__ void moveTile(MoveShared &s, u32 n, u8 *outcomes) {
 	__syncthreads();
-	if (warpOf() == 0) scanUnits(s, n);
+	if (warpOf() == 0) scanUnits<S>(s, n);
 	__syncthreads();
-	const u32 units = s.before[TILE];
-	for (u32 u = warpOf(); u < units; u += blockDim.x / 32) {
-		u32 j = 0; // the last object that begins at u or before
-		for (u32 d = TILE / 2; d > 0; d >>= 1) {
-			if (s.before[j + d] <= u) j += d;
-		}
-		moveUnit<GATHER, SUMS, HOST>(s.work[j], u - s.before[j], keys, s.lanes[warpOf()]);
-	}
+	moveUnits<GATHER, SUMS, S>(s);
 	__syncthreads();
 	bool failed = false;
 	for (u32 j = threadIdx.x; j < n; j += blockDim.x) {
@@ -912,8 +1019,8 @@ struct ChunkShared {
 };
 
 // moveChunks does the block's share of all chunks: every gridDim-th IOCTX.
-template <bool GATHER, bool SUMS> static __device__ void moveChunks(const MoveParams &p, ChunkShared &s) {
-	const Keys keys = SUMS ? keysOf(laneOf()) : Keys{};
+template <bool GATHER, bool SUMS, class S> static __device__ void moveChunks(const MoveParams &p, ChunkShared &s) {
+	if (SUMS) setKeys(s.move);
 	for (u32 c0 = 0; c0 < p.chunkCount; c0 += CHUNKS) {
 		u32 n = min(p.chunkCount - c0, u32(CHUNKS));
 		__syncthreads();
@@ -941,22 +1048,22 @@ template <bool GATHER, bool SUMS> static __device__ void moveChunks(const MovePa
 				resolve<GATHER, SUMS>(p.tables, p.sums, p.ioctxs[i], i, cell, Outcome(p.outcomes[i]), p.outcomes,
 					s.move.work[j]);
 			}
-			moveTile<GATHER, SUMS, false>(s.move, works, keys, p.outcomes);
+			moveTile<GATHER, SUMS, S>(s.move, works, p.outcomes);
 		}
 	}
 	finish(p.done);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_harvest(const __grid_constant__ MoveParams p) {
+extern "C" __global__ void __launch_bounds__(MOVETHREADS, 1) tuttifs_harvest(const __grid_constant__ MoveParams p) {
 	__shared__ ChunkShared s;
-	if (p.sums.seeds) moveChunks<false, true>(p, s);
-	else moveChunks<false, false>(p, s);
+	if (p.sums.seeds) moveChunks<false, true, Staged>(p, s);
+	else moveChunks<false, false, Staged>(p, s);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_gather(const __grid_constant__ MoveParams p) {
+extern "C" __global__ void __launch_bounds__(MOVETHREADS, 1) tuttifs_gather(const __grid_constant__ MoveParams p) {
 	__shared__ ChunkShared s;
-	if (p.sums.seeds) moveChunks<true, true>(p, s);
-	else moveChunks<true, false>(p, s);
+	if (p.sums.seeds) moveChunks<true, true, Staged>(p, s);
+	else moveChunks<true, false, Staged>(p, s);
 }
 
 // ---- Polling ----
@@ -978,6 +1085,11 @@ struct PollShared {
 	u32 least;
 	u32 over;
 };
+
+// pollTile is moveTile with registers of its own.
+template <bool GATHER, bool SUMS> static __device__ __noinline__ void pollTile(PollShared &s, u32 n, u8 *outcomes) {
+	moveTile<GATHER, SUMS, Polled>(s.move, n, outcomes);
+}
 
 // first is the first thread of the first n that has something, n if none has. All threads of the block call it.
 static __device__ u32 first(u32 *least, bool has, u32 n) {
@@ -1048,7 +1160,7 @@ static __device__ void find(const PollParams &p, PollShared &s, Poller &b) {
 
 // issue makes commands of what is pending, as far as slots are free, and rings. Targets of refused reads are zeroed.
 template <bool WRITE, bool SUMS>
-static __device__ void issue(const PollParams &p, PollShared &s, Poller &b, const Keys &keys) {
+static __device__ void issue(const PollParams &p, PollShared &s, Poller &b) {
 	const u32 n = min(min(b.found - b.taken, b.window - (b.issued - b.oldest)), min(u32(TILE), blockDim.x));
 	if (n == 0) return;
 	const bool mine = threadIdx.x < n;
@@ -1079,7 +1191,7 @@ static __device__ void issue(const PollParams &p, PollShared &s, Poller &b, cons
 			resolve<WRITE, SUMS>(p.tables, p.sums, ctx, i, b.bounced ? b.cells + offset : 0, outcome, p.outcomes, work);
 		}
 	}
-	if (__syncthreads_or(mine && command == WRITE)) moveTile<WRITE, SUMS, true>(s.move, n, keys, p.outcomes);
+	if (__syncthreads_or(mine && command == WRITE)) pollTile<WRITE, SUMS>(s, n, p.outcomes);
 	if (command) {
 		if (b.bounced && !ctx.flags) at = contiguous(b.wire, b.cellsIO + offset, e.bytes);
 		put(b.q, b.q.tail + r, b.wire, ctx, e, u16(b.q.firstID + b.issued + r), at);
@@ -1097,7 +1209,7 @@ static __device__ void issue(const PollParams &p, PollShared &s, Poller &b, cons
 
 // complete takes the completions that are in. It is false after one that nobody waits for.
 template <bool WRITE, bool SUMS>
-static __device__ bool complete(const PollParams &p, PollShared &s, Poller &b, const Keys &keys) {
+static __device__ bool complete(const PollParams &p, PollShared &s, Poller &b) {
 	const u32 n = min(min(b.inflight, u32(TILE)), blockDim.x);
 	u32 word = 0;
 	bool ready = false;
@@ -1134,7 +1246,7 @@ static __device__ bool complete(const PollParams &p, PollShared &s, Poller &b, c
 			resolve<false, SUMS>(p.tables, p.sums, p.ioctxs[i], i, cell, outcome, p.outcomes, s.move.work[threadIdx.x]);
 		}
 	}
-	if (!WRITE) moveTile<false, SUMS, true>(s.move, arrived, keys, p.outcomes);
+	if (!WRITE) pollTile<false, SUMS>(s, arrived, p.outcomes);
 	if (mine) s.slots[slot] = SlotFree;
 	b.inflight -= arrived;
 	for (u32 k = 1, done = k; done == k && b.oldest != b.issued; b.oldest += done) {
@@ -1173,7 +1285,7 @@ static __device__ void leave(const PollParams &p, PollShared &s, const Poller &b
 
 template <bool WRITE, bool SUMS> static __device__ void poll(const PollParams &p, PollShared &s) {
 	Poller b = pollerOf(p);
-	const Keys keys = SUMS ? keysOf(laneOf()) : Keys{};
+	if (SUMS) setKeys(s.move);
 	const u64 begin = nanoseconds();
 	for (u32 i = threadIdx.x; i < WINDOW; i += blockDim.x) s.slots[i] = SlotFree;
 	if (threadIdx.x == 0) s.over = 0;
@@ -1187,8 +1299,8 @@ template <bool WRITE, bool SUMS> static __device__ void poll(const PollParams &p
 		find(p, s, b);
 		over = s.over;
 		if (over) break;
-		issue<WRITE, SUMS>(p, s, b, keys);
-		bad = !complete<WRITE, SUMS>(p, s, b, keys);
+		issue<WRITE, SUMS>(p, s, b);
+		bad = !complete<WRITE, SUMS>(p, s, b);
 		if (bad) break;
 	}
 	if (bad) leave(p, s, b, OutcomeProtocol, OutcomePending);

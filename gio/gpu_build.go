@@ -35,11 +35,8 @@ const (
 // launchesMax bounds the kernels under way.
 const launchesMax = 16
 
-// Blocks of kernels.
-const (
-	buildThreads   = 256
-	harvestThreads = 512
-)
+// buildThreads is the block of the build kernel.
+const buildThreads = 256
 
 // claim finds a free launch, nil if all are under way.
 func (th *ioThread) claim(kind launchKind, t *gpuTicket, from, to int, now int64) *launch {

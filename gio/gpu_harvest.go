@@ -126,7 +126,7 @@ func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
 	}
 	t.launched, t.bytes = t.listed, 0
 	count.Add(1)
-	return s.Launch(f, x.target, harvestThreads, 0, unsafe.Pointer(p))
+	return s.Launch(f, x.target, cuda.MoveThreads, 0, unsafe.Pointer(p))
 }
 
 // harvested frees the staging of chunks whose bytes are in place, and counts them off.

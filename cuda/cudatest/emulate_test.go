@@ -145,7 +145,7 @@ func compare(t *testing.T, memory []byte, other launcher, rounds int, blocks []u
 				w := newWorld(memory, uint64(seed), sums)
 				w.someFailed()
 				grid, block := pick(w)
-				same(t, w, other, "tuttifs_gather", grid, block, unsafe.Pointer(w.moveParams()))
+				same(t, w, other, "tuttifs_gather", grid, min(block, cuda.MoveThreads), unsafe.Pointer(w.moveParams()))
 			}
 		})
 		t.Run(fmt.Sprintf("harvest sums=%v", sums), func(t *testing.T) {
@@ -157,7 +157,7 @@ func compare(t *testing.T, memory []byte, other launcher, rounds int, blocks []u
 					w.expectSums(p)
 				}
 				grid, block := pick(w)
-				same(t, w, other, "tuttifs_harvest", grid, block, unsafe.Pointer(p))
+				same(t, w, other, "tuttifs_harvest", grid, min(block, cuda.MoveThreads), unsafe.Pointer(p))
 			}
 		})
 	}

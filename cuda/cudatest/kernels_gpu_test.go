@@ -95,9 +95,20 @@ const (
 	benchBatches = 4        // more than the caches hold
 )
 
-// benchMoves is objects of one size, scattered over device memory, and their staging.
+// benchMoves is objects of one size, each in two runs, scattered over device memory, and their staging.
 type benchMoves struct {
 	params [benchBatches]cuda.HarvestParams
+}
+
+// upload is a slice in device memory.
+func upload[T any](g *gpu, s []T) uint64 {
+	n := uint64(len(s)) * uint64(unsafe.Sizeof(s[0]))
+	b := g.pinned(int(n))
+	copy(b, unsafe.Slice((*byte)(unsafe.Pointer(&s[0])), n))
+	p := g.device(n)
+	require.NoError(g.t, g.stream.CopyHtoD(cuda.Pointer(p), unsafe.Pointer(&b[0]), n))
+	require.NoError(g.t, g.stream.Synchronize())
+	return p
 }
 
 func (g *gpu) benchMoves(size uint32) *benchMoves {
@@ -111,17 +122,20 @@ func (g *gpu) benchMoves(size uint32) *benchMoves {
 		require.NoError(g.t, g.stream.CopyHtoD(cuda.Pointer(targets+i*benchBatch), unsafe.Pointer(&fill[0]), benchBatch))
 	}
 	require.NoError(g.t, g.stream.Synchronize())
-	regions := make([]cuda.KernelRegion, 2)
-	regions[1] = cuda.KernelRegion{Base: targets, Limit: benchBatches * benchBatch, Kind: cuda.RegionFlat, Generation: 1}
-	tables := cuda.KernelTables{
-		Objects: put(w, []cuda.KernelObject{{Bytes: size, Units: uint16(size / unitBytes)}}), ObjectCount: 1,
-		Regions: put(w, regions), Width: 1, SlotsPerRow: 1,
+	table := make([]cuda.KernelRun, 2*n*benchBatches)
+	for i, place := range w.random.Perm(len(table)) {
+		table[i] = cuda.KernelRun{Address: targets + uint64(place)*uint64(size/2), Bytes: size / 2}
 	}
-	pages := w.random.Perm(int(n) * benchBatches)
+	regions := make([]cuda.KernelRegion, 2)
+	regions[1] = cuda.KernelRegion{Base: upload(g, table), Limit: uint64(len(table)), Kind: cuda.RegionTable, Generation: 1}
+	tables := cuda.KernelTables{
+		Objects:     upload(g, []cuda.KernelObject{{Bytes: size, Units: uint16(size / unitBytes)}}),
+		ObjectCount: 1, Regions: upload(g, regions), Width: 1, SlotsPerRow: 1,
+	}
 	for b := range m.params {
 		ctxs, seeds := make([]cuda.KernelIOCTX, n), make([]uint64, 2*n)
 		for i := range ctxs {
-			ctxs[i].Desc = 1<<(offsetBits+regionBits) | 1<<offsetBits | uint64(pages[b*int(n)+i])*uint64(size)
+			ctxs[i].Desc = 1<<(offsetBits+regionBits) | 1<<offsetBits | 2*(uint64(b)*uint64(n)+uint64(i))
 			seeds[2*i], seeds[2*i+1] = w.random.Uint64(), w.random.Uint64()
 		}
 		per := uint32(8<<20) / size
@@ -153,19 +167,19 @@ func (m *benchMoves) requireOK(t testing.TB, size uint32) {
 }
 
 // BenchmarkGPUMoves is a launch of harvest and gather over 64 MiB, by object size, grid, block and with sums or not. A
-// byte moved is read once and written once.
+// byte moved is read once and written once. SM-us is what a launch takes from whatever else runs: SMs times duration.
 func BenchmarkGPUMoves(b *testing.B) {
 	g := openGPU(b)
 	for _, size := range []uint32{32 << 10, 64 << 10, 128 << 10} {
 		m := g.benchMoves(size)
 		for i := range m.params { // fills in the staging and the sums
-			g.launch("tuttifs_gather", 32, 1024, unsafe.Pointer(&m.params[i]))
+			g.launch("tuttifs_gather", 32, cuda.MoveThreads, unsafe.Pointer(&m.params[i]))
 		}
 		for _, kernel := range []string{"harvest", "gather"} {
 			f, err := g.module.Function("tuttifs_" + kernel)
 			require.NoError(b, err)
-			for _, grid := range []uint32{16, 32, 64} {
-				for _, block := range []uint32{512, 1024} {
+			for _, grid := range []uint32{8, 16, 32, 64, 132} {
+				for _, block := range []uint32{256, cuda.MoveThreads} {
 					for _, sums := range []bool{false, true} {
 						name := fmt.Sprintf("%s/%dKiB/%dx%d/sums=%v", kernel, size>>10, grid, block, sums)
 						b.Run(name, func(b *testing.B) { g.benchMove(b, m, f, grid, block, sums) })
@@ -187,10 +201,13 @@ func (g *gpu) benchMove(b *testing.B, m *benchMoves, f *cuda.Function, grid, blo
 			params[i].Sums = cuda.SumsParams{}
 		}
 	}
-	b.SetBytes(benchBatch)
 	for i := range b.N {
 		require.NoError(b, g.stream.Launch(f, grid, block, 0, unsafe.Pointer(&params[i%benchBatches])))
 	}
 	require.NoError(b, g.stream.Synchronize())
-	b.ReportMetric(float64(b.N)*benchBatch/1e9/b.Elapsed().Seconds(), "GB/s")
+	seconds := b.Elapsed().Seconds() / float64(b.N)
+	b.ReportMetric(0, "ns/op")
+	b.ReportMetric(seconds*1e6, "us")
+	b.ReportMetric(benchBatch/1e9/seconds, "GB/s")
+	b.ReportMetric(seconds*1e6*float64(grid), "SM-us")
 }
