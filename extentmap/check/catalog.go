@@ -275,7 +275,7 @@ func (e *entries) Row(r *ondisk.Row) error {
 	case len(r.Entries) != int(c.label.Width):
 		return e.leaveOut("row %d of pool %d has %d entries, the volume's width is %d", r.Number, r.Pool,
 			len(r.Entries), c.label.Width)
-	case uint64(r.Number)*uint64(q.slotsPerRow)+uint64(q.slotsPerRow) >= 1<<32-1:
+	case uint64(r.Number)*uint64(q.slotsPerRow)+uint64(q.slotsPerRow) >= 1<<32-1, uint64(r.Number) >= c.rowsMax(q):
 		return e.leaveOut("row %d of pool %d: its slots have no numbers", r.Number, r.Pool)
 	}
 	x := &row{Row: *r, pool: q, fresh: e.from == "journal"}
@@ -285,6 +285,22 @@ func (e *entries) Row(r *ondisk.Row) error {
 		c.dropRow(x)
 	}
 	return nil
+}
+
+// addable is how many drives of the largest one's size may be added in one mount: row numbers are for those, too.
+const addable = 8
+
+// rowsMax bounds the numbers of a pool's rows.
+func (c *checker) rowsMax(q *pool) uint64 {
+	r := &c.label.Region
+	segments, largest := uint64(0), uint64(0)
+	for i := range c.label.Members {
+		if s := &c.label.Members[i]; s.State == ondisk.DriveActive && s.Units > r.SegmentUnit {
+			n := min((s.Units-1-r.SegmentUnit)/uint64(r.SegmentUnits), ondisk.MaxSegments)
+			segments, largest = segments+n, max(largest, n)
+		}
+	}
+	return (segments + addable*largest) / (uint64(c.label.Width) << q.EntryShift)
 }
 
 // dropRow gives a row up, and its files with it.
