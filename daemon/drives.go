@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tuttifs/drive"
@@ -44,6 +45,8 @@ const (
 	forgetPatience = 2 * time.Minute
 	// probeInterval is how often drives with new errors are asked whether they are there.
 	probeInterval = time.Second
+	// probeAllEvery is how many intervals it takes until all of them are: one that does not answer has no errors.
+	probeAllEvery = 10
 )
 
 // drives is the part of the daemon that changes the volume's drives and watches over them.
@@ -220,7 +223,8 @@ func (s *drives) watch() {
 	defer tick.Stop()
 	seen := map[uint16]uint64{}
 	states := map[uint16]extentmap.DriveState{}
-	for {
+	var probing [extentmap.MaxDrives]atomic.Bool
+	for n := 0; ; n++ {
 		select {
 		case <-s.context.Done():
 			return
@@ -233,11 +237,14 @@ func (s *drives) watch() {
 				st := c.Stats()
 				errs += st.Errors - min(st.Refused, st.Errors)
 			}
-			if errs > seen[d.Index] {
+			if (errs > seen[d.Index] || n%probeAllEvery == 0) && probing[d.Index].CompareAndSwap(false, true) {
 				seen[d.Index] = errs
-				if err := s.d.volume.Probe(d.Index); err != nil {
-					s.d.options.Log.Error("drive", "index", d.Index, "name", d.Name, "error", err)
-				}
+				s.workers.Go(func() {
+					defer probing[d.Index].Store(false)
+					if err := s.d.volume.Probe(d.Index); err != nil {
+						s.d.options.Log.Error("drive", "index", d.Index, "name", d.Name, "error", err)
+					}
+				})
 			}
 			if d.State != states[d.Index] {
 				states[d.Index] = d.State

@@ -681,6 +681,9 @@ func (p *Pool) publish(r *row) {
 		r.away.Store(true)
 		p.away++
 	}
+	if !v.covered(r, 0) || !v.covered(r, 1) {
+		v.drivesChanged.Store(true) // a drive was lost while the row was on its way
+	}
 	for e, d := range r.drives {
 		m := v.member(d)
 		s, _ := m.segmentOf(r.units[e])

@@ -113,6 +113,24 @@ func labelled(drives []drive.Drive) (out []drive.Drive) {
 	return out
 }
 
+// newestLabel is the label that counts.
+func newestLabel(drives []drive.Drive) (newest *ondisk.Label) {
+	b := make([]byte, ondisk.BlockBytes)
+	for _, d := range drives {
+		for _, unit := range []uint64{0, uint64(d.Size())/ondisk.BlockBytes - 1} {
+			if d.ReadAt(b, int64(unit)*ondisk.BlockBytes) != nil {
+				continue
+			}
+			l, err := ondisk.DecodeLabel(b, unit)
+			if err == nil && (newest == nil || l.Epoch > newest.Epoch ||
+				l.Epoch == newest.Epoch && l.Sequence > newest.Sequence) {
+				newest = l
+			}
+		}
+	}
+	return newest
+}
+
 func (w *crashWorld) open() {
 	var err error
 	w.v, err = extentmap.OpenDrives(labelled(w.set.Drives()), crashOptions())

@@ -13,8 +13,12 @@ import (
 	"tuttifs/nvme"
 )
 
-// workersMax is how many commands of one poller block in system calls at a time.
-const workersMax = 16
+const (
+	// driveWorkersMax is how many commands of one poller for one drive block in system calls at a time.
+	driveWorkersMax = 16
+	// workersMax is how many of one poller do for all drives: a drive that does not answer leaves some to the others.
+	workersMax = driveWorkersMax + 4
+)
 
 // blocking bounds the commands of all pollers together that are in system calls. Each takes a thread, executors decide
 // how many there are, and the Go runtime ends a process that has ten thousand.
@@ -28,9 +32,8 @@ const iovMax = 1024
 type workers struct {
 	mu      sync.Mutex
 	wake    sync.Cond
-	first   *command // queued, oldest first
-	last    *command
-	queued  int
+	drives  []*driveWork
+	turn    int // of drives: where the search for work begins
 	idle    int
 	running int
 	closed  bool
@@ -38,6 +41,53 @@ type workers struct {
 
 	done  atomic.Pointer[command] // finished, newest first; the poller takes the whole list
 	event *uint32                 // wakes the poller from its nap
+}
+
+// driveWork is what waits for one drive.
+type driveWork struct {
+	controller  *Controller
+	first, last *command // oldest first
+	queued      int
+	busy        int // commands in system calls
+}
+
+// of returns what waits for a command's drive.
+func (w *workers) of(c *command) *driveWork {
+	for _, d := range w.drives {
+		if d.controller == c.queue.controller {
+			return d
+		}
+	}
+	d := &driveWork{controller: c.queue.controller}
+	w.drives = append(w.drives, d)
+	return d
+}
+
+// ready counts the commands that a worker could begin.
+func (w *workers) ready() (n int) {
+	for _, d := range w.drives {
+		n += min(d.queued, driveWorkersMax-d.busy)
+	}
+	return n
+}
+
+// take removes the next command that can begin, drive by drive, or returns nil.
+func (w *workers) take() (*command, *driveWork) {
+	for i := range w.drives {
+		d := w.drives[(w.turn+i)%len(w.drives)]
+		c := d.first
+		if c == nil || d.busy == driveWorkersMax {
+			continue
+		}
+		w.turn = (w.turn + i + 1) % len(w.drives)
+		if d.first = c.next; d.first == nil {
+			d.last = nil
+		}
+		d.queued--
+		d.busy++
+		return c, d
+	}
+	return nil, nil
 }
 
 func newWorkers(event *uint32) *workers {
@@ -50,15 +100,16 @@ func newWorkers(event *uint32) *workers {
 func (w *workers) submit(c *command) {
 	c.next = nil
 	w.mu.Lock()
-	if w.last == nil {
-		w.first = c
+	d := w.of(c)
+	if d.last == nil {
+		d.first = c
 	} else {
-		w.last.next = c
+		d.last.next = c
 	}
-	w.last = c
-	w.queued++
+	d.last = c
+	d.queued++
 	switch {
-	case w.idle >= w.queued:
+	case w.idle >= w.ready():
 		w.wake.Signal()
 	case w.running < workersMax:
 		w.running++
@@ -78,27 +129,27 @@ func (w *workers) run() {
 	}()
 	for {
 		w.mu.Lock()
-		for w.first == nil && !w.closed {
+		c, d := w.take()
+		for c == nil && !w.closed {
 			w.idle++
 			w.wake.Wait()
 			w.idle--
+			c, d = w.take()
 		}
-		c := w.first
-		if c == nil {
+		if c == nil { // what may still wait for a busy drive is for those who serve that
 			w.running--
 			w.mu.Unlock()
 			return
 		}
-		if w.first = c.next; w.first == nil {
-			w.last = nil
-		}
-		w.queued--
 		w.mu.Unlock()
 
 		enter := blocking
 		enter <- struct{}{}
 		c.status = c.serveBlocking(&bounce)
 		<-enter
+		w.mu.Lock()
+		d.busy--
+		w.mu.Unlock()
 		for {
 			c.next = w.done.Load()
 			if w.done.CompareAndSwap(c.next, c) {

@@ -1,6 +1,7 @@
 package emu
 
 import (
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -120,4 +121,40 @@ func TestThreadsAreBounded(t *testing.T) {
 		}
 	}
 	require.EqualValues(t, 10, d.waiting.Load())
+}
+
+// TestStuckDriveLeavesWorkers: a drive that does not answer, with any number of commands, keeps one poller from no other
+// drive.
+func TestStuckDriveLeavesWorkers(t *testing.T) {
+	stuck := &stuckDrive{Drive: memoryDrive(t, 1<<20), gate: make(chan struct{})}
+	release := sync.OnceFunc(func() { close(stuck.gate) })
+	p, err := NewPoller(PollerConfig{})
+	require.NoError(t, err)
+	t.Cleanup(p.Stop)
+	t.Cleanup(release)
+	attach := func(d drive.Drive) *host {
+		c, err := New(Config{Drive: d})
+		require.NoError(t, err)
+		return attachHost(t, c, p, nil, 64, 64<<10)
+	}
+	flush := func(h *host, n uint16) {
+		for cid := range n {
+			var e nvme.SQE
+			nvme.BuildFlush(&e, cid, 1)
+			h.put(e)
+		}
+		h.ring()
+		p.Step()
+	}
+	bad, good := attach(stuck), attach(memoryDrive(t, 1<<20))
+	flush(bad, 40)
+	require.Eventually(t, func() bool { return stuck.waiting.Load() == driveWorkersMax }, 10*time.Second,
+		time.Millisecond)
+	flush(good, 20)
+	for _, done := range good.wait(20) {
+		require.True(t, done.status.OK())
+	}
+	require.EqualValues(t, driveWorkersMax, stuck.waiting.Load())
+	release()
+	bad.wait(40)
 }
