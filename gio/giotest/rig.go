@@ -27,15 +27,23 @@ const dmaBase = 0x10_0000_0000
 // PeerBase and a device address are the I/O address of device memory.
 const PeerBase = 1 << 60
 
-// region is the DMA memory of one rig as controllers see it, and device memory where they reach it.
+// region is the DMA memory of one rig as controllers see it, device memory where they reach it, and queue memory where
+// they are told its addresses.
 type region struct {
-	dma   []byte
-	reach func(address uint64, n uint32) []byte
+	dma    []byte
+	reach  func(address uint64, n uint32) []byte
+	blocks [][]byte
 }
 
 func (m *region) Translate(iova uint64, n uint32) []byte {
 	if iova >= PeerBase && m.reach != nil {
 		return m.reach(iova-PeerBase, n)
+	}
+	if i, at := (iova-blockBase)>>blockShift, iova&(1<<blockShift-1); iova >= blockBase && i < uint64(len(m.blocks)) {
+		if b := m.blocks[i]; at <= uint64(len(b)) && uint64(n) <= uint64(len(b))-at {
+			return b[at : at+uint64(n)]
+		}
+		return nil
 	}
 	if iova < dmaBase || iova-dmaBase > uint64(len(m.dma)) || uint64(n) > uint64(len(m.dma))-(iova-dmaBase) {
 		return nil
@@ -63,6 +71,8 @@ type Shape struct {
 	Geometry                    stripe.Geometry
 	// Stepped runs the controllers on the thread that waits.
 	Stepped bool
+	// Registers has queues made, deleted and rung by controllers' registers and admin queues.
+	Registers bool
 	// Random decides what is left open; nil is the test's own.
 	Random *rand.Rand
 }
@@ -128,6 +138,7 @@ type Rig struct {
 	queues     []*emu.Queue
 	pages      []nvme.QueueMemory
 	poller     *emu.Poller
+	bus        *bus // with Shape.Registers
 	armed      uint32
 	wake       uint32
 	stop       chan struct{}
@@ -189,6 +200,9 @@ func NewRig(t testing.TB, subject *Subject, shape Shape) *Rig {
 func (r *Rig) takeDown() {
 	if err := r.Ring.Close(); err != nil && !r.Deaf.Load() {
 		r.t.Errorf("close: %v", err)
+	}
+	if r.bus != nil {
+		r.bus.close()
 	}
 	if !r.Shape.Stepped {
 		r.poller.Stop()
@@ -273,15 +287,33 @@ func (r *Rig) makeControllers() {
 		r.blocks = append(r.blocks, drive.AlignedBuffer(nvme.QueueBytes(s.Depth)))
 		r.pages[i], err = nvme.MapQueue(r.blocks[i], s.Depth)
 		require.NoError(r.t, err)
-		r.attach(i)
+	}
+	if s.Registers {
+		r.bus = newBus(r)
+		go r.bus.carry()
+	}
+	for i := range r.queues {
+		require.NoError(r.t, r.attach(i))
 	}
 }
 
-func (r *Rig) attach(i int) {
+func (r *Rig) attach(i int) error {
+	if r.bus != nil {
+		return r.bus.create(i)
+	}
 	q, err := r.Controllers[i%r.Shape.Drives].Attach(emu.QueueConfig{Memory: r.pages[i], DMA: r.region})
-	require.NoError(r.t, err)
-	r.queues[i] = q
-	r.poller.Add(q)
+	if err == nil {
+		r.queues[i] = q
+		r.poller.Add(q)
+	}
+	return err
+}
+
+func (r *Rig) detach(i int) error {
+	if r.bus != nil {
+		return r.bus.remove(i)
+	}
+	return r.queues[i].Quiesce(time.Now().Add(10 * time.Second))
 }
 
 func (r *Rig) laneQueues(lane int) []gio.Queue {
@@ -304,7 +336,7 @@ func (r *Rig) quiesce(lane int) error {
 	}
 	var errs []error
 	for d := range r.Shape.Drives {
-		errs = append(errs, r.queues[lane*r.Shape.Drives+d].Quiesce(time.Now().Add(10*time.Second)))
+		errs = append(errs, r.detach(lane*r.Shape.Drives+d))
 	}
 	return errors.Join(errs...)
 }
@@ -313,7 +345,9 @@ func (r *Rig) reattach(lane int) ([]gio.Queue, error) {
 	for d := range r.Shape.Drives {
 		i := lane*r.Shape.Drives + d
 		clear(r.blocks[i])
-		r.attach(i)
+		if err := r.attach(i); err != nil {
+			return nil, err
+		}
 	}
 	return r.laneQueues(lane), nil
 }

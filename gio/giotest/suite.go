@@ -35,6 +35,7 @@ func Run(t *testing.T, s Subject) {
 		{"LateLanding", testLateLanding},
 		{"DeadQueue", testDeadQueue},
 		{"Stopped", testStopped},
+		{"Disabled", testDisabled},
 		{"DeadDaemon", testDeadDaemon},
 		{"DeafDaemon", testDeafDaemon},
 		{"HeldWrites", testHeldWrites},
