@@ -107,8 +107,8 @@ const PhaseBad = 2
 // BuildParams of tuttifs_build: writes the commands of a batch's chunks, in the order of the chunks, one block a queue
 // (grid: lanes * drives; block lane*Drives+drive). Command k of a chunk on a drive is that of the k-th IOCTX that lies
 // there and was not refused. A queue's commands of one launch must fit it: the host sees to that. It sets Outcomes of
-// IOCTXs that can never be commands, writes Counts, makes all of it visible to the host and then adds 1 to Done, once a
-// block.
+// IOCTXs that can never be commands, writes Counts, makes all of it visible to the host and then counts its blocks in
+// Done.
 type BuildParams struct {
 	Tables   KernelTables
 	Cells    KernelCells
@@ -117,7 +117,8 @@ type BuildParams struct {
 	Queues   uint64 // KernelQueue[Lanes*Drives], [lane*Drives+drive]
 	Counts   uint64 // out: u32[ChunkCount*Drives], [chunk*Drives+drive]: commands of each chunk and drive
 	Outcomes uint64 // u8[]: by IOCTX; written for refused ones only
-	Done     uint64 // u32, in pinned memory
+	Done     uint64 // u32, in pinned memory: the last block to end adds the number of all
+	Blocks   uint64 // u32, in device memory, 0: those that have ended
 	// PRP windows over the DMA memory for bounced and flat direct transfers: I/O addresses of window 1 and of page 0
 	// of the DMA memory, as gio's prpTable. Unused with SGL.
 	PRPBase, PRPDMA uint64
@@ -169,7 +170,8 @@ type HarvestParams struct {
 	IOCTXs     uint64
 	Chunks     uint64
 	Outcomes   uint64
-	Done       uint64 // u32 in pinned memory: 1 is added by every block when all it did is visible to the host
+	Done       uint64 // as in BuildParams
+	Blocks     uint64
 	ChunkCount uint32
 	_          uint32
 }
@@ -216,7 +218,7 @@ type PollParams struct {
 	CellsIO         uint64 // u64[Lanes]: their I/O addresses
 	Outcomes        uint64
 	Statuses        uint64 // u16[]: status field of the completion, by IOCTX
-	Done            uint64
+	Done, Blocks    uint64 // as in BuildParams
 	Stop            uint64 // u32 in pinned memory, or 0: not 0 ends the kernel as the deadline does
 	PRPBase, PRPDMA uint64
 	DeadlineNanos   uint64 // from the kernel's start, by globaltimer

@@ -74,7 +74,7 @@ struct BuildParams {
 	const Queue *queues;
 	u32 *counts;
 	u8 *outcomes;
-	u32 *done;
+	u32 *done, *blocks;
 	u64 prpBase, prpDMA;
 	u32 chunkCount, lanes, drives, cellBytes;
 	u8 write, sgl, zero[6];
@@ -95,7 +95,7 @@ struct MoveParams {
 	const Ioctx *ioctxs;
 	const Chunk *chunks;
 	u8 *outcomes;
-	u32 *done;
+	u32 *done, *blocks;
 	u32 chunkCount, zero;
 };
 
@@ -120,7 +120,7 @@ struct PollParams {
 	const u64 *cells, *cellsIO;
 	u8 *outcomes;
 	u16 *statuses;
-	u32 *done;
+	u32 *done, *blocks;
 	const u32 *stop;
 	u64 prpBase, prpDMA, deadline;
 	u32 count, lanes, drives, cellBytes, cellStride, depth;
@@ -139,12 +139,12 @@ SIZE(Tables, 64)
 SIZE(Cells, 16)
 SIZE(Chunk, 24)
 SIZE(Queue, 56)
-SIZE(BuildParams, 168)
+SIZE(BuildParams, 176)
 SIZE(Sums, 48)
-SIZE(MoveParams, 168)
+SIZE(MoveParams, 176)
 SIZE(Strided, 24)
 SIZE(RegisterParams, 56)
-SIZE(PollParams, 232)
+SIZE(PollParams, 240)
 PLACE(Ioctx, slot, 8)
 PLACE(Ioctx, flags, 14)
 PLACE(Object, units, 8)
@@ -173,16 +173,16 @@ PLACE(Queue, lbaShift, 52)
 PLACE(BuildParams, ioctxs, 80)
 PLACE(BuildParams, outcomes, 112)
 PLACE(BuildParams, done, 120)
-PLACE(BuildParams, prpDMA, 136)
-PLACE(BuildParams, chunkCount, 144)
-PLACE(BuildParams, cellBytes, 156)
-PLACE(BuildParams, sgl, 161)
+PLACE(BuildParams, prpDMA, 144)
+PLACE(BuildParams, chunkCount, 152)
+PLACE(BuildParams, cellBytes, 164)
+PLACE(BuildParams, sgl, 169)
 PLACE(Sums, ordinals, 24)
 PLACE(Sums, rank, 40)
 PLACE(MoveParams, sums, 80)
 PLACE(MoveParams, ioctxs, 128)
 PLACE(MoveParams, done, 152)
-PLACE(MoveParams, chunkCount, 160)
+PLACE(MoveParams, chunkCount, 168)
 PLACE(Strided, bytes, 16)
 PLACE(RegisterParams, lists, 16)
 PLACE(RegisterParams, classes, 40)
@@ -193,12 +193,12 @@ PLACE(PollParams, cells, 128)
 PLACE(PollParams, outcomes, 144)
 PLACE(PollParams, statuses, 152)
 PLACE(PollParams, done, 160)
-PLACE(PollParams, stop, 168)
-PLACE(PollParams, prpBase, 176)
-PLACE(PollParams, prpDMA, 184)
-PLACE(PollParams, count, 200)
-PLACE(PollParams, depth, 220)
-PLACE(PollParams, sgl, 225)
+PLACE(PollParams, stop, 176)
+PLACE(PollParams, prpBase, 184)
+PLACE(PollParams, prpDMA, 192)
+PLACE(PollParams, count, 208)
+PLACE(PollParams, depth, 228)
+PLACE(PollParams, sgl, 233)
 
 enum { RegionNone, RegionFlat, RegionTable };
 
@@ -236,10 +236,14 @@ static __device__ __forceinline__ u64 nanoseconds() {
 #endif
 
 // finish counts the block off when everything that its threads did is visible to the host.
-static __device__ void finish(u32 *done) {
+static __device__ void finish(u32 *done, u32 *blocks) {
 	__threadfence_system();
 	__syncthreads();
-	if (threadIdx.x == 0) atomicAdd_system(done, 1u);
+	if (threadIdx.x == 0 && atomicAdd(blocks, 1u) == gridDim.x - 1) {
+		*blocks = 0;
+		__threadfence_system(); // what other blocks did before they counted
+		atomicAdd_system(done, gridDim.x);
+	}
 }
 
 // ---- Where objects lie ----
@@ -530,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_build(const __g
 			}
 		}
 	}
-	finish(p.done);
+	finish(p.done, p.blocks);
 }
 
 // ---- Checksums ----
@@ -1051,7 +1055,7 @@ template <bool GATHER, bool SUMS, class S> static __device__ void moveChunks(con
 			moveTile<GATHER, SUMS, S>(s.move, works, p.outcomes);
 		}
 	}
-	finish(p.done);
+	finish(p.done, p.blocks);
 }
 
 extern "C" __global__ void __launch_bounds__(MOVETHREADS, 1) tuttifs_harvest(const __grid_constant__ MoveParams p) {
@@ -1324,7 +1328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_poll(const __gr
 		else if (p.sums.seeds) poll<false, true>(p, s);
 		else poll<false, false>(p, s);
 	}
-	finish(p.done);
+	finish(p.done, p.blocks);
 }
 
 // ---- Registration ----

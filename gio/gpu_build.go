@@ -13,6 +13,7 @@ type launch struct {
 	kind      launchKind
 	done      *uint32
 	doneGPU   uint64
+	blocks    uint64 // device memory, where the kernel's blocks are counted
 	target    uint32
 	queues    []cuda.KernelQueue // of a build
 	queuesGPU uint64
@@ -246,7 +247,7 @@ func (th *ioThread) launchBuild(t *gpuTicket, from, to int, now int64) error {
 		Tables: t.tables.tables, Cells: t.cells, IOCTXs: t.memory.ctxsGPU,
 		Chunks:   t.memory.chunksGPU + uint64(from)*uint64(unsafe.Sizeof(cuda.KernelChunk{})),
 		Counts:   t.memory.countsGPU + uint64(4*from*drives),
-		Outcomes: t.memory.outcomesGPU, Queues: x.queuesGPU, Done: x.doneGPU,
+		Outcomes: t.memory.outcomesGPU, Queues: x.queuesGPU, Done: x.doneGPU, Blocks: x.blocks,
 		PRPBase: g.prp.base, PRPDMA: g.prp.dma,
 		ChunkCount: uint32(to - from), Lanes: uint32(len(g.lanes)), Drives: uint32(drives),
 		CellBytes: uint32(g.staging.bytes),

@@ -74,6 +74,9 @@ type device struct {
 
 const regionsBytes = (RegionsMax + 1) * uint64(unsafe.Sizeof(cuda.KernelRegion{}))
 
+// tableBytes is the table and, behind it, a word for every kernel under way, in which its blocks are counted.
+const tableBytes = regionsBytes + launchesMax*4
+
 // setUp loads the kernels and makes the streams. Kernels have streams of their own, so that none of them waits behind
 // another kind, and the greatest priority, so that they get the SMs that fall free.
 func (d *device) setUp(g *GPU) (err error) {
@@ -120,13 +123,13 @@ func (d *device) setUp(g *GPU) (err error) {
 	if d.small, err = c.AllocHost(max(int(unsafe.Sizeof(cuda.KernelRegion{})), 2*len(g.drives)), false); err != nil {
 		return err
 	}
-	if d.regions, err = g.allocate(regionsBytes); err != nil {
+	if d.regions, err = g.allocate(tableBytes); err != nil {
 		return err
 	}
 	if d.drives, err = g.allocate(uint64(2 * len(g.drives))); err != nil {
 		return err
 	}
-	if err := d.controlS.Memset(d.regions, 0, regionsBytes); err != nil {
+	if err := d.controlS.Memset(d.regions, 0, tableBytes); err != nil {
 		return err
 	}
 	for i, v := range g.drives {
@@ -168,7 +171,7 @@ func (d *device) close(g *GPU) {
 		_ = d.green.Close()
 	}
 	if d.regions != 0 {
-		g.free(d.regions, regionsBytes)
+		g.free(d.regions, tableBytes)
 	}
 	if d.drives != 0 {
 		g.free(d.drives, uint64(2*len(g.drives)))

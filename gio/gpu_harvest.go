@@ -122,7 +122,8 @@ func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
 	*p = cuda.HarvestParams{
 		Tables: t.tables.tables, Cells: t.cells, Sums: t.sums, IOCTXs: t.memory.ctxsGPU,
 		Chunks:   t.memory.movedGPU + uint64(t.launched)*uint64(unsafe.Sizeof(cuda.KernelChunk{})),
-		Outcomes: t.memory.outcomesGPU, Done: x.doneGPU, ChunkCount: uint32(t.listed - t.launched),
+		Outcomes: t.memory.outcomesGPU, Done: x.doneGPU, Blocks: x.blocks,
+		ChunkCount: uint32(t.listed - t.launched),
 	}
 	t.launched, t.bytes = t.listed, 0
 	count.Add(1)

@@ -150,7 +150,8 @@ func (th *ioThread) launchRun(r *pollRun, now int64) error {
 	p := &r.params
 	*p = cuda.PollParams{
 		Tables: t.tables.tables, Sums: t.sums, IOCTXs: t.memory.ctxsGPU, Queues: r.queuesGPU,
-		Outcomes: t.memory.outcomesGPU, Statuses: t.memory.statusesGPU, Done: x.doneGPU, Stop: r.stopGPU,
+		Outcomes: t.memory.outcomesGPU, Statuses: t.memory.statusesGPU, Done: x.doneGPU, Blocks: x.blocks,
+		Stop:    r.stopGPU,
 		PRPBase: g.prp.base, PRPDMA: g.prp.dma, DeadlineNanos: uint64(g.config.Deadline),
 		Count: uint32(t.n), Lanes: uint32(len(r.lanes)), Drives: uint32(drives), Depth: uint32(g.depth),
 	}

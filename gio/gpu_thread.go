@@ -81,6 +81,7 @@ func (th *ioThread) carve(c *carver, queues int) {
 		if done, gpu := carve[uint32](c, 1); done != nil {
 			l.done, l.doneGPU = &done[0], gpu
 		}
+		l.blocks = uint64(th.g.device.regions) + regionsBytes + uint64(i)*4
 		l.queues, l.queuesGPU = carve[cuda.KernelQueue](c, queues)
 	}
 	for _, m := range [...]*mover{&th.g.in, &th.g.out} {

@@ -150,6 +150,7 @@ func (g *gpu) benchMoves(size uint32) *benchMoves {
 				Seeds: put(w, seeds), Sums: put(w, make([]uint64, n)), Ordinals: put(w, []uint16{0}), PerSlot: 1, RankObjs: 1,
 			},
 			IOCTXs: put(w, ctxs), Chunks: put(w, chunks), Outcomes: put(w, make([]uint8, n)), Done: put(w, []uint32{0}),
+			Blocks:     put(w, []uint32{0}),
 			ChunkCount: uint32(len(chunks)),
 		}
 	}

@@ -133,7 +133,8 @@ func newPollWorld(memory []byte, seed uint64, sums bool) *pollWorld {
 	}
 	w.p = &cuda.PollParams{
 		Tables: w.tables, Sums: w.sums, IOCTXs: w.ioctxs, Queues: w.queues, Outcomes: w.outcomes,
-		Statuses: put(w.world, make([]uint16, w.count)), Done: w.done, Cells: put(w.world, gpu), CellsIO: put(w.world, io),
+		Statuses: put(w.world, make([]uint16, w.count)), Done: w.done, Blocks: w.blocks,
+		Cells: put(w.world, gpu), CellsIO: put(w.world, io),
 		DeadlineNanos: uint64(20 * time.Second), Count: w.count, Lanes: w.lanes, Drives: w.drives,
 		CellBytes: pollCellBytes, CellStride: cellMax, Depth: 1 + w.random.Uint32N(64),
 		Write: uint8(w.random.IntN(2)), SGL: 1,

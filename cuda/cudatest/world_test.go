@@ -28,11 +28,11 @@ type world struct {
 	count   uint32 // IOCTXs
 	chunks  uint32
 
-	ioctxs, chunksAt, queues, counts, outcomes, done uint64
-	prpBase, prpDMA                                  uint64
-	regions                                          []cuda.KernelRegion
-	flat                                             [4]flatRegion
-	table                                            tableRegion
+	ioctxs, chunksAt, queues, counts, outcomes, done, blocks uint64
+	prpBase, prpDMA                                          uint64
+	regions                                                  []cuda.KernelRegion
+	flat                                                     [4]flatRegion
+	table                                                    tableRegion
 }
 
 // worldBytes is the memory of a world, worldFilled what is filled at random of it.
@@ -107,7 +107,7 @@ func newWorld(memory []byte, seed uint64, sums bool) *world {
 	w.makeIOCTXs()
 	w.makeQueues()
 	w.outcomes = put(w, make([]uint8, w.count))
-	w.done = put(w, []uint32{7})
+	w.done, w.blocks = put(w, []uint32{7}), put(w, []uint32{0})
 	if sums {
 		w.makeSums()
 	}
@@ -324,7 +324,7 @@ func (w *world) makeSums() {
 func (w *world) buildParams() *cuda.BuildParams {
 	return &cuda.BuildParams{
 		Tables: w.tables, Cells: w.cells, IOCTXs: w.ioctxs, Chunks: w.chunksAt, Queues: w.queues, Counts: w.counts,
-		Outcomes: w.outcomes, Done: w.done, PRPBase: w.prpBase, PRPDMA: w.prpDMA, ChunkCount: w.chunks,
+		Outcomes: w.outcomes, Done: w.done, Blocks: w.blocks, PRPBase: w.prpBase, PRPDMA: w.prpDMA, ChunkCount: w.chunks,
 		Lanes: w.lanes, Drives: w.drives, CellBytes: 90 * cellMax,
 		Write: uint8(w.random.IntN(2)), SGL: uint8(w.random.IntN(2)),
 	}
@@ -333,7 +333,7 @@ func (w *world) buildParams() *cuda.BuildParams {
 func (w *world) moveParams() *cuda.HarvestParams {
 	return &cuda.HarvestParams{
 		Tables: w.tables, Cells: w.cells, Sums: w.sums, IOCTXs: w.ioctxs, Chunks: w.chunksAt, Outcomes: w.outcomes,
-		Done: w.done, ChunkCount: w.chunks,
+		Done: w.done, Blocks: w.blocks, ChunkCount: w.chunks,
 	}
 }
 
