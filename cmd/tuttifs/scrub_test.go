@@ -3,6 +3,7 @@ package main
 import (
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -92,24 +93,29 @@ func TestScrubStops(t *testing.T) {
 	paths := formatted(t, 2, "64m")
 	dir := mounted(t, paths[0])
 	replayed(t, smallTrace(t, 10), dir)
-	slow := exec.Command(builtBinary(t), "scrub", "--rate", "1", dir)
-	require.NoError(t, slow.Start())
-	require.Eventually(t, func() bool {
-		r := execAs(t, "tuttifs", "scrub", "--rate", "0", dir)
-		return r.code == 8 && strings.Contains(r.stderr, "a scrub is under way")
-	}, 30*time.Second, 20*time.Millisecond)
+	begun := 0
+	start := func() *exec.Cmd {
+		slow := exec.Command(builtBinary(t), "scrub", "--rate", "1", dir)
+		require.NoError(t, slow.Start())
+		begun++
+		require.Eventually(t, func() bool {
+			log, err := os.ReadFile(filepath.Join(filepath.Dir(dir), "log"))
+			return err == nil && strings.Count(string(log), "scrub begins") >= begun
+		}, 30*time.Second, 20*time.Millisecond)
+		return slow
+	}
+	slow := start()
+	refused(t, 8, "a scrub is under way", "scrub", "--rate", "0", dir)
 	require.NoError(t, slow.Process.Signal(os.Interrupt))
 	var exit *exec.ExitError
 	require.ErrorAs(t, slow.Wait(), &exit)
 	require.Equal(t, 32, exit.ExitCode())
 	require.Eventually(t, func() bool { return execAs(t, "tuttifs", "scrub", "--rate", "0", dir).code == 0 },
 		30*time.Second, 20*time.Millisecond)
+	begun++
 
 	// And with the mount.
-	slow = exec.Command(builtBinary(t), "scrub", "--rate", "1", dir)
-	require.NoError(t, slow.Start())
-	require.Eventually(t, func() bool { return execAs(t, "tuttifs", "scrub", "--rate", "0", dir).code == 8 },
-		30*time.Second, 20*time.Millisecond)
+	slow = start()
 	tuttifs(t, "umount", dir)
 	require.ErrorAs(t, slow.Wait(), &exit)
 	require.Equal(t, 8, exit.ExitCode())
