@@ -38,7 +38,7 @@ type benchGPUOptions struct {
 type gpuScale struct {
 	rounds      int           // of what is measured alone
 	period      time.Duration // of one
-	window      time.Duration // of compute, undisturbed and disturbed
+	window      time.Duration // of compute: a quarter of a sample
 	ours        time.Duration // most time for the pairs of one of tuttifs' own ways beside one kind of compute
 	others      time.Duration // likewise for other ways
 	pairs       int           // at least
@@ -66,7 +66,7 @@ func newBenchGPU() *command {
 	f.StringSliceVar(&o.only, "only", nil, "`PARTS` to run, separated by commas (default: all that apply)")
 	f.IntVar(&o.device, "device", 0, "the first GPU")
 	f.IntVar(&o.gpus, "gpus", 1, "GPUs for the part gpus")
-	f.IntVar(&o.pollers, "pollers", 0, "threads that serve the drives of a GPU (default: by cores, at most 8)")
+	f.IntVar(&o.pollers, "pollers", 0, "threads that serve the drives of a GPU (default: by cores, at most 12)")
 	f.IntVar(&o.lanes, "lanes", 8, "lanes of the ring")
 	f.IntVar(&o.runs, "runs", 2, "runs of an object in the pool: 1, or 2 (K and V apart)")
 	f.Var(&o.layer, "layer", "bytes of a layer")
@@ -86,8 +86,8 @@ this process. Every part compares the bytes that it moved with the drives' image
 
 ` + gpuPartsHelp() + `
 
-Compute is measured in turns, undisturbed, disturbed and undisturbed again, since clocks drift; the interval is that of
-95 % confidence. Needs a GPU, its driver, and for the GEMM cuBLAS 13.`,
+Compute is measured in turns of some ten milliseconds, undisturbed, disturbed and undisturbed again, since clocks drift;
+the interval is that of 95 % confidence. Needs a GPU, its driver, and for the GEMM cuBLAS 13.`,
 		example: `
 tuttifs bench gpu
 tuttifs bench gpu --only restore,store --json
@@ -102,21 +102,21 @@ type gpuPart struct {
 	run        func(b *gpuBench) error
 }
 
-// gpuParts are in the order in which they run.
+// gpuParts are in the order in which they run: where time is short, the last ones are left out.
 func gpuParts() []gpuPart {
 	return []gpuPart{
 		{"restore", "layers of 32-, 64- and 128-KiB objects to a paged pool", (*gpuBench).restore},
 		{"store", "the way back", (*gpuBench).store},
-		{"sums", "the same with checksums and without, in turns", (*gpuBench).sums},
 		{"compute", "transfers beside a GEMM and beside an attention prefill", (*gpuBench).compute},
 		{"decode", "restore beside decode-like steps", (*gpuBench).decode},
-		{"others", "the same bytes by copy engine and cuFile", (*gpuBench).others},
 		{"commands", "commands a second, empty and of 4 KiB", (*gpuBench).commands},
 		{"cpu", "CPU time of the I/O thread and of the pollers", (*gpuBench).cpu},
-		{"descriptors", "SGL against PRP", (*gpuBench).descriptors},
-		{"register", "registration of 1.5 million tensors", (*gpuBench).register},
-		{"ablation", "each idea off in turn, and sizes of staging and bounce memory", (*gpuBench).ablation},
+		{"sums", "the same with checksums and without, in turns", (*gpuBench).sums},
+		{"others", "the same objects by CPU and copy engine, and by cuFile", (*gpuBench).others},
 		{"gpus", "several GPUs at once (with --gpus 2 or more)", (*gpuBench).several},
+		{"register", "registration of 1.5 million tensors", (*gpuBench).register},
+		{"descriptors", "SGL against PRP", (*gpuBench).descriptors},
+		{"ablation", "each idea off in turn, and sizes of staging and bounce memory", (*gpuBench).ablation},
 	}
 }
 
@@ -131,7 +131,7 @@ func gpuPartsHelp() string {
 // plan sets what depends on --quick.
 func (o *benchGPUOptions) plan() {
 	if o.pollers == 0 {
-		o.pollers = max(1, min(8, runtime.GOMAXPROCS(0)/o.gpus-4))
+		o.pollers = max(1, min(12, runtime.GOMAXPROCS(0)*3/4/o.gpus))
 	}
 	if o.limit == 0 {
 		o.limit = 5 * time.Minute
@@ -143,8 +143,8 @@ func (o *benchGPUOptions) plan() {
 		return
 	}
 	o.scale = gpuScale{
-		rounds: 5, period: 400 * time.Millisecond, window: 100 * time.Millisecond,
-		ours: 9 * time.Second, others: 4 * time.Second, pairs: 6,
+		rounds: 5, period: 400 * time.Millisecond, window: 20 * time.Millisecond,
+		ours: 10 * time.Second, others: 3 * time.Second, pairs: 12,
 		layers: 4, gemm: 8192, tokens: 4096, cached: 61440, heads: 32, kvHeads: 8,
 		steps: 3000, stepRows: 32768, commands: 65536, tensors: 1500000,
 		objects: gpuObjects, sizes: true, fileBytes: 256 << 20, memcpyBytes: 256 << 20,
@@ -152,7 +152,7 @@ func (o *benchGPUOptions) plan() {
 	if o.quick {
 		s := &o.scale
 		s.rounds, s.period = 3, 200*time.Millisecond
-		s.ours, s.others, s.pairs = 3*time.Second, 1200*time.Millisecond, 3
+		s.ours, s.others, s.pairs = 4*time.Second, 1200*time.Millisecond, 8
 		s.steps, s.fileBytes = 1000, 64<<20
 		s.objects, s.sizes = gpuObjects[:1], false
 	}

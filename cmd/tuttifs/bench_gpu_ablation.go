@@ -31,10 +31,11 @@ func (b *gpuBench) changes() []gpuChange {
 	all := []gpuChange{
 		{name: "none"},
 		config("a build for each chunk", func(c *gio.GPUConfig) { c.BuildPerChunk = true }),
-		config("a harvest for each chunk", func(c *gio.GPUConfig) { c.HarvestBytes = c.BounceBytes / len(c.Lanes) }),
+		config("a harvest for each chunk", func(c *gio.GPUConfig) { c.HarvestBytes = 1 }),
 		config("one piece outstanding", func(c *gio.GPUConfig) { c.Moves = 1 }),
-		config("pieces of 4 MiB", func(c *gio.GPUConfig) { c.MoveBytes = 4 << 20 }),
 		config("pieces of 512 KiB", func(c *gio.GPUConfig) { c.MoveBytes = 512 << 10 }),
+		config("pieces of 2 MiB", func(c *gio.GPUConfig) { c.MoveBytes = 2 << 20 }),
+		config("pieces of 8 MiB", func(c *gio.GPUConfig) { c.MoveBytes = 8 << 20 }),
 		config("harvest by 8 blocks", func(c *gio.GPUConfig) { c.HarvestBlocks = 8 }),
 		config("harvest by 128 blocks", func(c *gio.GPUConfig) { c.HarvestBlocks = 128 }),
 		{name: "no checksums", plain: true},
@@ -103,6 +104,6 @@ func (b *gpuBench) ablation() (err error) {
 func (b *gpuBench) besideBriefly(way *gpuWay, w *gpuWork, timer *gpuTimer) (gpuBeside, error) {
 	saved := b.o.scale
 	defer func() { b.o.scale = saved }()
-	b.o.scale.others, b.o.scale.pairs = saved.period, 2
+	b.o.scale.others, b.o.scale.pairs = 2*saved.period, 2
 	return b.beside(way, w, timer, timer, w)
 }

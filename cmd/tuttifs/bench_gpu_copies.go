@@ -11,8 +11,7 @@ import (
 	"tuttifs/cuda"
 )
 
-// copyKind is a way of the copy engine between the host's memory and the pool. All of them begin or end in pinned
-// memory: reading and writing drives comes on top.
+// copyKind is a way of the copy engine between the host's memory and the pool.
 type copyKind string
 
 const (
@@ -23,7 +22,8 @@ const (
 
 var copyKinds = []copyKind{copyPerObject, copyBatch, copyPlain}
 
-// gpuCopies is a layer of objects in pinned memory and its places in a pool, each in one piece.
+// gpuCopies is copies alone: a layer of objects in pinned memory and its places in a pool, each in one piece. Drives
+// come on top of them, as gpuFeed has them.
 type gpuCopies struct {
 	b      *gpuBench
 	image  *gpuImage
@@ -34,7 +34,7 @@ type gpuCopies struct {
 	from   []cuda.Pointer
 	sizes  []uint64
 	moved  atomic.Uint64
-	calls  time.Duration // spent in calls, of the last stream
+	calls  time.Duration // spent in enqueuing copies
 }
 
 // copyPiece is how much is enqueued before the host looks again; two pieces are outstanding.
@@ -82,7 +82,6 @@ func (c *gpuCopies) stream(kind copyKind, write bool, more func() bool) (err err
 		defer func() { err = errors.Join(err, events[i].Close()) }()
 	}
 	slots := min(max(1, copyPiece/c.image.shape.object), c.image.shape.slots)
-	c.calls = 0
 	var flying [2]uint64
 	for at, turn := 0, 0; ; turn = 1 - turn {
 		if err := events[turn].Synchronize(); err != nil {
@@ -180,13 +179,15 @@ func (c *gpuCopies) check(kind copyKind) error {
 	return firstError(errs)
 }
 
+func copiesName(kind copyKind) string { return "copies alone, " + string(kind) }
+
 // copyWay is a kind of copies beside compute.
 func (b *gpuBench) copyWay(c *gpuCopies, kind copyKind) *gpuWay {
 	return &gpuWay{
-		name: "copy engine, " + string(kind), verb: verb(false),
+		name: copiesName(kind), verb: verb(false), bytes: c.moved.Load,
 		prepare: func() error { return c.prepare(false) },
-		start: func() (*gpuTraffic, error) {
-			return b.begin(c.moved.Load, func(more func() bool) error { return c.stream(kind, false, more) })
+		run: func(rounds func(round gpuRound) error) error {
+			return rounds(func(more func() bool) error { return c.stream(kind, false, more) })
 		},
 		check: func() error { return c.check(kind) },
 	}
@@ -198,40 +199,44 @@ type gpuOther struct {
 	Verb        string  `json:"verb"`
 	ObjectBytes int     `json:"object_bytes"`
 	GBs         float64 `json:"gb_per_second"`
-	CPUMicros   float64 `json:"cpu_us_per_16_mib,omitempty"` // of the thread that enqueues
+	CPUMicros   float64 `json:"cpu_us_per_16_mib,omitempty"`   // of the thread that feeds the copy engine
+	CallMicros  float64 `json:"calls_us_per_16_mib,omitempty"` // of them in calls that enqueue copies
 	PerObject   bool    `json:"per_object"`
+	EndToEnd    bool    `json:"end_to_end"` // from and to drives
 	Ring        float64 `json:"ring_gb_per_second"`
 	Note        string  `json:"note,omitempty"`
 	Verified    bool    `json:"verified"`
 }
 
-// others measures the same bytes by other ways.
+// others measures the same bytes by other ways: those that count from the drives to the pool and back, and copies
+// alone for comparison.
 func (b *gpuBench) others() error {
-	ahead := true
-	for _, object := range b.o.scale.objects {
+	ahead, first := true, 0.0
+	add := func(row gpuOther, ring float64) {
+		row.Ring = ring
+		ahead = ahead && (!row.PerObject || !row.EndToEnd || ring > row.GBs)
+		b.report.Others = append(b.report.Others, row)
+	}
+	for i, object := range b.o.scale.objects {
+		shape := b.o.shape(object)
 		ring, err := b.ringAlone(object)
 		if err != nil {
 			return err
 		}
-		err = b.withCopies(b.o.shape(object), func(c *gpuCopies) error {
-			for _, write := range []bool{false, true} {
-				for _, kind := range copyKinds {
-					row, err := c.measure(kind, write)
-					if err != nil {
-						return fmt.Errorf("%s: %w", kind, err)
-					}
-					row.Ring = ring[write]
-					ahead = ahead && (!row.PerObject || row.Ring > row.GBs)
-					b.report.Others = append(b.report.Others, row)
-				}
-			}
-			return nil
+		if i == 0 {
+			first = ring[false]
+		}
+		err = b.withFeed(shape, func(f *gpuFeed) error {
+			return eachCopy([]copyKind{copyPerObject, copyBatch}, ring, f.measure, add)
 		})
 		if err != nil {
 			return err
 		}
+		err = b.withCopies(shape, func(c *gpuCopies) error { return eachCopy(copyKinds, ring, c.measure, add) })
+		if err != nil {
+			return err
+		}
 	}
-	ring := b.report.Others[0].Ring
 	row, err := b.cuFile(gpuObjects[0])
 	switch {
 	case errors.Is(err, errGPUBytes) || b.ctx.Err() != nil:
@@ -239,11 +244,25 @@ func (b *gpuBench) others() error {
 	case err != nil:
 		b.report.note("cuFile was left out: %v", err)
 	default:
-		row.Ring = ring
-		ahead = ahead && ring > row.GBs
-		b.report.Others = append(b.report.Others, row)
+		row.EndToEnd = true
+		add(row, first)
 	}
-	b.report.Bars = append(b.report.Bars, gpuBar{Name: "ahead of every way per object", Met: ahead})
+	b.report.Bars = append(b.report.Bars, gpuBar{Name: "ahead of every way per object, drives included", Met: ahead})
+	return nil
+}
+
+// eachCopy measures kinds of copies in both directions.
+func eachCopy(kinds []copyKind, ring map[bool]float64, measure func(kind copyKind, write bool) (gpuOther, error),
+	add func(row gpuOther, ring float64)) error {
+	for _, write := range []bool{false, true} {
+		for _, kind := range kinds {
+			row, err := measure(kind, write)
+			if err != nil {
+				return fmt.Errorf("%s by %s: %w", row.Verb, row.Way, err)
+			}
+			add(row, ring[write])
+		}
+	}
 	return nil
 }
 
@@ -264,23 +283,40 @@ func (b *gpuBench) ringAlone(object int) (rates map[bool]float64, err error) {
 }
 
 func (c *gpuCopies) measure(kind copyKind, write bool) (row gpuOther, err error) {
-	row = gpuOther{Way: "copy engine, " + string(kind), Verb: verb(write), ObjectBytes: c.image.shape.object,
-		PerObject: kind != copyPlain, Note: "drives are not counted"}
+	row = gpuOther{Way: copiesName(kind), Verb: verb(write), ObjectBytes: c.image.shape.object,
+		PerObject: kind != copyPlain, Note: "no drive"}
 	if err := c.prepare(write); err != nil {
 		return row, err
 	}
-	var rates, micros []float64
-	for range c.b.o.scale.rounds {
-		begin, before := time.Now(), c.moved.Load()
-		if err := c.stream(kind, write, lasting(begin, c.b.o.scale.period/2)); err != nil {
-			return row, err
-		}
-		n := float64(c.moved.Load() - before)
-		rates = append(rates, n/time.Since(begin).Seconds()/1e9)
-		micros = append(micros, c.calls.Seconds()*1e6/(n/(16<<20)))
+	c.calls = 0
+	run := func(more func() bool) error { return c.stream(kind, write, more) }
+	if err := c.b.measureOther(&row, c.moved.Load, &c.calls, run); err != nil {
+		return row, err
 	}
-	row.GBs, row.CPUMicros = median(rates), median(micros)
 	err = c.check(kind)
 	row.Verified = err == nil
 	return row, err
+}
+
+// measureOther runs a way on this thread some times for a while and fills the row's figures in.
+func (b *gpuBench) measureOther(row *gpuOther, moved func() uint64, calls *time.Duration,
+	run func(more func() bool) error) error {
+	var rates []float64
+	clock := threadClock()
+	start, cpu, spent := moved(), cpuTime(clock), *calls
+	for range b.o.scale.rounds {
+		if err := b.ctx.Err(); err != nil {
+			return err
+		}
+		begin, before := time.Now(), moved()
+		if err := run(lasting(begin, b.o.scale.period/2)); err != nil {
+			return err
+		}
+		rates = append(rates, float64(moved()-before)/time.Since(begin).Seconds()/1e9)
+	}
+	pieces := float64(moved()-start) / (16 << 20)
+	row.GBs = median(rates)
+	row.CPUMicros = (cpuTime(clock) - cpu).Seconds() * 1e6 / pieces
+	row.CallMicros = (*calls - spent).Seconds() * 1e6 / pieces
+	return nil
 }

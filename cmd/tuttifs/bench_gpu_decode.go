@@ -170,7 +170,12 @@ func (b *gpuBench) decode() (err error) {
 	row := b.report.Decode[len(b.report.Decode)-1]
 	b.report.atMost("decode step's p50 grows by", row.Beside50-row.Alone50, gpuStepBar50, "us")
 	b.report.atMost("decode step's p99 grows by", row.Beside99-row.Alone99, gpuStepBar99, "us")
-	return b.withCopies(b.o.shape(gpuObjects[0]), func(c *gpuCopies) error {
+	shape := b.o.shape(gpuObjects[0])
+	err = b.withFeed(shape, func(f *gpuFeed) error { return b.stepsBeside(step, b.feedWay(f, copyBatch)) })
+	if err != nil {
+		return err
+	}
+	return b.withCopies(shape, func(c *gpuCopies) error {
 		for _, kind := range copyKinds {
 			if err := b.stepsBeside(step, b.copyWay(c, kind)); err != nil {
 				return err
@@ -186,6 +191,23 @@ func (b *gpuBench) stepsBeside(step *gpuStep, way *gpuWay) error {
 	if err := way.prepare(); err != nil {
 		return err
 	}
+	t := b.begin(way)
+	if err := errors.Join(b.stepTurns(&row, step, t), t.end()); err != nil {
+		return err
+	}
+	if err := way.check(); err != nil {
+		return err
+	}
+	row.Verified = true
+	b.report.Decode = append(b.report.Decode, row)
+	return nil
+}
+
+func (b *gpuBench) stepTurns(row *gpuDecode, step *gpuStep, t *gpuTraffic) error {
+	nap := func() error {
+		time.Sleep(100 * time.Microsecond)
+		return nil
+	}
 	var alone, beside, rates []float64
 	for range b.o.scale.rounds {
 		times, err := step.run(b.o.scale.steps)
@@ -193,14 +215,13 @@ func (b *gpuBench) stepsBeside(step *gpuStep, way *gpuWay) error {
 			return err
 		}
 		alone = append(alone, times...)
-		t, err := way.start()
-		if err != nil {
+		if err := b.start(t, nap); err != nil {
 			return err
 		}
-		bytes, at := t.bytes(), time.Now()
+		bytes, at := t.way.bytes(), time.Now()
 		times, err = step.run(b.o.scale.steps)
-		rates = append(rates, float64(t.bytes()-bytes)/time.Since(at).Seconds()/1e9)
-		if err := errors.Join(err, t.end(), b.ctx.Err()); err != nil {
+		rates = append(rates, float64(t.way.bytes()-bytes)/time.Since(at).Seconds()/1e9)
+		if err := errors.Join(err, b.stop(t, nap)); err != nil {
 			return err
 		}
 		beside = append(beside, times...)
@@ -210,10 +231,5 @@ func (b *gpuBench) stepsBeside(step *gpuStep, way *gpuWay) error {
 	row.Steps, row.GBs = len(beside), median(rates)
 	row.Alone50, row.Alone99 = quantile(alone, 0.5), quantile(alone, 0.99)
 	row.Beside50, row.Beside99 = quantile(beside, 0.5), quantile(beside, 0.99)
-	if err := way.check(); err != nil {
-		return err
-	}
-	row.Verified = true
-	b.report.Decode = append(b.report.Decode, row)
 	return nil
 }

@@ -90,7 +90,8 @@ func (r *gpuReport) print(e *env) error {
 		{"Checksums", "verb\tobjects\tGB/s with\twithout\tcost", len(r.Sums), r.printSums},
 		{"Beside compute", "way\tverb\tcompute\tms alone\tGB/s\tslower\tinterval\tpairs", len(r.Beside), r.printBeside},
 		{"Beside decode-like steps", "way\tGB/s\tp50 alone\tbeside\tp99 alone\tbeside", len(r.Decode), r.printDecode},
-		{"Other ways", "way\tverb\tobject\tGB/s\tCPU us/16 MiB\tring GB/s\t", len(r.Others), r.printOther},
+		{"Other ways", "way\tverb\tobject\tGB/s\tthread us/16 MiB\tcalls us/16 MiB\tring GB/s\t", len(r.Others),
+			r.printOther},
 		{"Commands", "way\tbytes\tM/s", len(r.Commands), r.printCommands},
 		{"Registration", "way\ttensors\tbytes\tseconds\tdevice memory\ta tensor\tunregister", len(r.Registrations),
 			r.printRegistration},
@@ -151,8 +152,8 @@ func (r *gpuReport) printDecode(w io.Writer, i int) {
 
 func (r *gpuReport) printOther(w io.Writer, i int) {
 	row := &r.Others[i]
-	fmt.Fprintf(w, "  %s\t%s\t%s\t%.2f\t%.1f\t%.2f\t%s\n", row.Way, row.Verb, humanBytes(uint64(row.ObjectBytes)), row.GBs,
-		row.CPUMicros, row.Ring, row.Note)
+	fmt.Fprintf(w, "  %s\t%s\t%s\t%.2f\t%.0f\t%.0f\t%.2f\t%s\n", row.Way, row.Verb, humanBytes(uint64(row.ObjectBytes)),
+		row.GBs, row.CPUMicros, row.CallMicros, row.Ring, row.Note)
 }
 
 func (r *gpuReport) printCommands(w io.Writer, i int) {

@@ -64,7 +64,7 @@ func (b *gpuBench) newRig(gpu *gpuDevice, image *gpuImage, s gpuSetup) (r *gpuRi
 		s.bounce = int(b.o.bounce)
 	}
 	if s.depth == 0 {
-		s.depth = 1024
+		s.depth = queueDepth
 	}
 	if err = r.serve(b.o.pollers); err != nil {
 		return r, err
@@ -81,6 +81,9 @@ func (b *gpuBench) newRig(gpu *gpuDevice, image *gpuImage, s gpuSetup) (r *gpuRi
 	}
 	return r, r.makePool()
 }
+
+// queueDepth is of queues for objects of many KiB.
+const queueDepth = 1024
 
 // gpuDMAExtra is for what a ring keeps for itself besides its cells: PRP lists and scratch for trailers.
 const gpuDMAExtra = 8 << 20
@@ -185,11 +188,16 @@ func (s *gpuShape) runAt(block uint32, run int) int {
 	return run*s.slots*n + int(block)*n
 }
 
+func (r *gpuRig) allocatePool() (err error) {
+	r.pool, err = r.gpu.context.Alloc(uint64(r.image.shape.layerBytes() * r.image.shape.layers))
+	return err
+}
+
 // makePool allocates the pool, registers it, and makes the batches of all layers.
 func (r *gpuRig) makePool() (err error) {
 	shape := &r.image.shape
 	layer := uint64(shape.layerBytes())
-	if r.pool, err = r.gpu.context.Alloc(layer * uint64(shape.layers)); err != nil {
+	if err = r.allocatePool(); err != nil {
 		return err
 	}
 	paged := gio.Paged{Blocks: uint64(shape.slots)}
@@ -225,9 +233,9 @@ func (r *gpuRig) close() error {
 			errs = append(errs, r.ring.Unregister(r.memory))
 		}
 		errs = append(errs, r.ring.Close())
-		for lane := range len(r.queues) / gpuDrives {
-			errs = append(errs, r.quiesce(lane))
-		}
+	}
+	for lane := range len(r.queues) / gpuDrives {
+		errs = append(errs, r.quiesce(lane))
 	}
 	if r.pool != 0 {
 		errs = append(errs, r.gpu.context.Free(r.pool))

@@ -63,16 +63,25 @@ func TestBenchGPU(t *testing.T) {
 		require.True(t, row.Verified)
 		require.GreaterOrEqual(t, row.Pairs, 2)
 	}
-	require.Len(t, ways, 7, "%v", r.Notes)
-	require.Len(t, r.Decode, 4)
-	require.GreaterOrEqual(t, len(r.Others), 6)
+	require.Len(t, ways, 8, "%v", r.Notes)
+	require.Len(t, r.Decode, 5)
+	require.GreaterOrEqual(t, len(r.Others), 10)
+	endToEnd := 0
+	for _, row := range r.Others {
+		require.True(t, row.Verified)
+		require.Positive(t, row.GBs)
+		if row.EndToEnd {
+			endToEnd++
+		}
+	}
+	require.GreaterOrEqual(t, endToEnd, 4)
 	require.Len(t, r.Commands, 4)
 	require.Len(t, r.Registrations, 2)
 	for _, row := range r.Registrations {
 		require.Equal(t, row.FreeBefore, row.FreeAfter)
 		require.Less(t, row.FreeDuring, row.FreeBefore)
 	}
-	require.Len(t, r.Ablation, 14)
+	require.Len(t, r.Ablation, 15)
 	require.Len(t, r.Several.Together, 2)
 	require.True(t, r.Several.Verified)
 	require.NotEmpty(t, r.Bars)
