@@ -24,6 +24,7 @@ type gpuRate struct {
 	Worst       float64 `json:"worst_gb_per_second"`
 	CPUMicros   float64 `json:"io_thread_cpu_us_per_16_mib"`
 	PollerPerGB float64 `json:"poller_cpu_seconds_per_gb"`
+	BusyPerGB   float64 `json:"poller_busy_seconds_per_gb"` // of it with work found
 	DeviceBytes uint64  `json:"registration_device_bytes,omitempty"`
 	Verified    bool    `json:"verified"`
 }
@@ -42,13 +43,15 @@ type gpuSample struct {
 	seconds float64
 	cpu     time.Duration // of the I/O thread
 	poller  time.Duration // of the pollers' threads
+	busy    time.Duration // of it with work found
 }
 
 func (s *gpuSample) rate() float64 { return float64(s.bytes) / s.seconds / 1e9 }
 
 func (s *gpuSample) add(t gpuSample) {
 	s.layers = max(s.layers, t.layers)
-	s.bytes, s.seconds, s.cpu, s.poller = s.bytes+t.bytes, s.seconds+t.seconds, s.cpu+t.cpu, s.poller+t.poller
+	s.bytes, s.seconds = s.bytes+t.bytes, s.seconds+t.seconds
+	s.cpu, s.poller, s.busy = s.cpu+t.cpu, s.poller+t.poller, s.busy+t.busy
 }
 
 // cpuMicros is microseconds for each 16 MiB.
@@ -65,10 +68,11 @@ func (r *gpuRig) sample(write, sums bool, period time.Duration) (s gpuSample, er
 	if layers != nil {
 		defer layers.Close()
 	}
-	begin, cpu, poller := time.Now(), r.ring.Stats().CPUNanos, r.pollerTime()
+	begin, cpu, poller, busy := time.Now(), r.ring.Stats().CPUNanos, r.pollerTime(), r.busyTime()
 	s.bytes, s.layers, err = r.stream(write, layers, lasting(begin, period))
 	s.seconds = time.Since(begin).Seconds()
 	s.cpu, s.poller = time.Duration(r.ring.Stats().CPUNanos-cpu), r.pollerTime()-poller
+	s.busy = r.busyTime() - busy
 	return s, err
 }
 
@@ -169,6 +173,7 @@ func (b *gpuBench) rate(r *gpuRig, part, way string, write, sums bool) (row gpuR
 		row.Worst = min(row.Worst, x)
 	}
 	row.CPUMicros, row.PollerPerGB = all.cpuMicros(), perGB(all.poller, float64(all.bytes))
+	row.BusyPerGB = perGB(all.busy, float64(all.bytes))
 	err = b.verify(r, all.layers)
 	row.Verified = err == nil
 	return row, err

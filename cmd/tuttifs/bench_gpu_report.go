@@ -85,8 +85,8 @@ func (r *gpuReport) print(e *env) error {
 		rows        int
 		row         func(w io.Writer, i int)
 	}{
-		{"Layers", "part\tway\tverb\tobjects\tchecksums\tGB/s\tworst\tI/O thread us/16 MiB\tpollers s/GB\tregistration",
-			len(r.Rates), r.printRate},
+		{"Layers", "part\tway\tverb\tobjects\tchecksums\tGB/s\tworst\tI/O thread us/16 MiB\tpollers s/GB\tbusy\t" +
+			"registration", len(r.Rates), r.printRate},
 		{"Checksums", "verb\tobjects\tGB/s with\twithout\tcost", len(r.Sums), r.printSums},
 		{"Beside compute", "way\tverb\tcompute\tms alone\tGB/s\tslower\tinterval\tpairs", len(r.Beside), r.printBeside},
 		{"Beside decode-like steps", "way\tGB/s\tp50 alone\tbeside\tp99 alone\tbeside", len(r.Decode), r.printDecode},
@@ -113,8 +113,9 @@ func (r *gpuReport) print(e *env) error {
 		}
 	}
 	if s := r.Several; s != nil {
-		e.printf("\n%d GPUs: alone %.1f GB/s, together %.1f, sum %.1f; memcpy of all cores %.1f GB/s; limited by %s\n",
-			s.GPUs, s.Alone, s.Together, s.Sum, s.MemcpyGBs, s.LimitedBy)
+		e.printf("\n%d GPUs: alone %.1f GB/s, together %.1f, sum %.1f\n", s.GPUs, s.Alone, s.Together, s.Sum)
+		e.printf("  bounds: %.1f times one GPU %.1f GB/s, the host's memory by memcpy of all cores %.1f GB/s; %s apply\n",
+			gpuSeveralBar*float64(s.GPUs), s.LinksGBs, s.MemcpyGBs, s.LimitedBy)
 	}
 	for _, n := range r.Notes {
 		e.warnf("%s", n)
@@ -127,9 +128,9 @@ func (r *gpuReport) printRate(w io.Writer, i int) {
 	if row.Sums {
 		sums = "yes"
 	}
-	fmt.Fprintf(w, "  %s\t%s\t%s\t%s x %d\t%s\t%.2f\t%.2f\t%.1f\t%.3f\t%s\n", row.Part, row.Way, row.Verb,
+	fmt.Fprintf(w, "  %s\t%s\t%s\t%s x %d\t%s\t%.2f\t%.2f\t%.1f\t%.3f\t%.3f\t%s\n", row.Part, row.Way, row.Verb,
 		humanBytes(uint64(row.ObjectBytes)), row.Objects, sums, row.GBs, row.Worst, row.CPUMicros, row.PollerPerGB,
-		humanBytes(row.DeviceBytes))
+		row.BusyPerGB, humanBytes(row.DeviceBytes))
 }
 
 func (r *gpuReport) printSums(w io.Writer, i int) {

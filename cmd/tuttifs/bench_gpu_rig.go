@@ -35,6 +35,7 @@ type gpuRig struct {
 	descs  [][]uint64  // by layer and slot
 	ctxs   [][]gio.IOCTX
 	polls  []*gpuPoller
+	drives []*emu.Controller
 	queues []*emu.Queue
 	mapped [][]byte
 	armed  uint32
@@ -97,6 +98,7 @@ func (r *gpuRig) lanes(s gpuSetup) (c gio.RingConfig, err error) {
 	if err != nil {
 		return c, err
 	}
+	r.drives = controllers
 	dma, err := r.mmap(s.bounce + s.bounce/64&^4095 + gpuDMAExtra)
 	if err != nil {
 		return c, err
@@ -254,6 +256,15 @@ func (r *gpuRig) close() error {
 func (r *gpuRig) pollerTime() (d time.Duration) {
 	for _, p := range r.polls {
 		d += cpuTime(p.clock)
+	}
+	return d
+}
+
+// busyTime is the part of it in which pollers found work: commands taken in, bytes copied, completions posted. The rest
+// is looking for some.
+func (r *gpuRig) busyTime() (d time.Duration) {
+	for _, c := range r.drives {
+		d += time.Duration(c.Stats().BusyNanoseconds)
 	}
 	return d
 }

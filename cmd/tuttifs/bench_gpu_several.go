@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// gpuSeveralBar is how many times one GPU's rate two should reach.
-const gpuSeveralBar = 0.9 // of the number of GPUs
+// gpuSeveralBar is how much of its rate alone every GPU should keep: two reach 1.8 times one GPU's rate.
+const gpuSeveralBar = 0.9
 
 // gpuSeveral is restores of several GPUs, each with lanes, pollers and a pool of its own.
 type gpuSeveral struct {
@@ -17,6 +17,7 @@ type gpuSeveral struct {
 	Alone      []float64 `json:"alone_gb_per_second"`
 	Together   []float64 `json:"together_gb_per_second"`
 	Sum        float64   `json:"sum_gb_per_second"`
+	LinksGBs   float64   `json:"links_gb_per_second"`  // the bound by what GPUs do alone
 	MemcpyGBs  float64   `json:"memcpy_gb_per_second"` // of all cores: each byte is read and written
 	LimitedBy  string    `json:"limited_by"`
 	Verified   bool      `json:"verified"`
@@ -83,13 +84,14 @@ func (b *gpuBench) several() (err error) {
 		least = min(least, row.Alone[i])
 	}
 	row.MemcpyGBs = b.memcpy()
-	wanted := gpuSeveralBar * float64(row.GPUs) * least
+	row.LinksGBs = gpuSeveralBar * float64(row.GPUs) * least
+	wanted := row.LinksGBs
 	row.LimitedBy = "the GPUs' links"
 	if row.MemcpyGBs < wanted {
-		wanted, row.LimitedBy = row.MemcpyGBs, "the host's memory"
+		wanted, row.LimitedBy = row.MemcpyGBs, "the copies of the host's memory"
 	}
 	b.report.Several = &row
-	b.report.atLeast(fmt.Sprintf("%d GPUs together (%s is the lower limit)", row.GPUs, row.LimitedBy), row.Sum, wanted,
+	b.report.atLeast(fmt.Sprintf("%d GPUs together (%s are the lower bound)", row.GPUs, row.LimitedBy), row.Sum, wanted,
 		"GB/s")
 	return b.ctx.Err()
 }

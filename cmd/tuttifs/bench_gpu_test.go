@@ -3,10 +3,13 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
 	"maps"
 	"math"
 	"os"
 	"path/filepath"
+	"runtime"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -15,6 +18,8 @@ import (
 	"tuttifs/cuda"
 	"tuttifs/cuda/cudatest"
 	"tuttifs/gio"
+	"tuttifs/nvme"
+	"tuttifs/nvme/emu"
 )
 
 // smallBenchGPU is the bench on a driver without a GPU, as small as it can be.
@@ -53,6 +58,7 @@ func TestBenchGPU(t *testing.T) {
 	for _, row := range r.Rates {
 		perPart[row.Part]++
 		require.Positive(t, row.GBs)
+		require.Positive(t, row.BusyPerGB)
 		require.True(t, row.Verified)
 	}
 	require.Equal(t, map[string]int{"restore": 6, "store": 6, "descriptors": 4, "cpu": 6}, perPart)
@@ -135,6 +141,71 @@ func TestBenchGPUSeesWrongBytes(t *testing.T) {
 	require.ErrorIs(t, image.compare(1, memory, image.shape.runAt), errGPUBytes)
 	image.object(3, 0)[17] ^= 1
 	require.ErrorContains(t, image.checkTrailers(), "slot 3 object 0")
+}
+
+// withSmallBench has a GPU, drives and nothing measured yet.
+func withSmallBench(t *testing.T, f func(b *gpuBench)) {
+	o := smallBenchGPU(t, 1)
+	driver, err := o.open()
+	require.NoError(t, err)
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	b := &gpuBench{o: o, ctx: t.Context(), driver: driver}
+	defer func() { require.NoError(t, b.close()) }()
+	require.NoError(t, b.open())
+	f(b)
+}
+
+// The CPU executor and the copy engine say what a drive says, and can go on afterwards.
+func TestBenchGPUFeedFails(t *testing.T) {
+	withSmallBench(t, func(b *gpuBench) {
+		require.NoError(t, b.withFeed(b.o.shape(64<<10), func(f *gpuFeed) error {
+			for _, write := range []bool{false, true} {
+				require.NoError(t, f.prepare(write))
+				f.rig.drives[1].SetFaults(func(*nvme.SQE) *emu.Fault { return &emu.Fault{Status: uint16(nvme.InternalError)} })
+				require.ErrorIs(t, f.run(copyBatch, write, func() bool { return true }), gio.ErrStatus)
+				for i := range f.parts {
+					require.Nil(t, f.parts[i].ticket)
+				}
+				f.rig.drives[1].SetFaults(nil)
+				row, err := f.measure(copyPerObject, write)
+				require.NoError(t, err)
+				require.True(t, row.Verified)
+			}
+			return nil
+		}))
+	})
+}
+
+// Traffic rests and goes on, and its end has the error that it ended with.
+func TestBenchGPUTraffic(t *testing.T) {
+	withSmallBench(t, func(b *gpuBench) {
+		var bytes atomic.Uint64
+		broken := errors.New("broken")
+		way := &gpuWay{bytes: bytes.Load, run: func(rounds func(round gpuRound) error) error {
+			n := 0
+			return rounds(func(more func() bool) error {
+				if n++; n == 3 {
+					return broken
+				}
+				for more() {
+					bytes.Add(uint64(b.o.staging))
+					runtime.Gosched()
+				}
+				return nil
+			})
+		}}
+		traffic, step := b.begin(way), func() error { return nil }
+		for range 2 {
+			require.NoError(t, b.start(traffic, step))
+			require.NoError(t, b.stop(traffic, step))
+			moved := bytes.Load()
+			require.Positive(t, moved)
+			require.Equal(t, moved, bytes.Load(), "it rests")
+		}
+		require.ErrorContains(t, b.start(traffic, step), "ended before")
+		require.ErrorIs(t, traffic.end(), broken)
+	})
 }
 
 func TestBenchGPURefusesBadFlags(t *testing.T) {
