@@ -35,6 +35,8 @@ type bench struct {
 	mu       sync.Mutex
 	heads    []uint32 // by queue: submission entries taken, completion entries given
 	tails    []uint32
+	done     []uint16 // memory of serveQueue, which is to allocate nothing
+	sqe      nvme.SQE
 	hook     func(sqe *nvme.SQE, lane int) bool // whether to complete a command; may be nil
 	quiesced atomic.Int32
 	stop     chan struct{}
@@ -150,10 +152,10 @@ func (b *bench) serve() {
 func (b *bench) serveQueue(q int, random *rand.Rand) bool {
 	drives := len(b.drives)
 	m := &b.lanes[q/drives][q%drives].Memory
-	var done []uint16
+	done, sqe := b.done[:0], &b.sqe
 	for tail := atomic.LoadUint32(m.SQTail); b.heads[q] != tail; b.heads[q] = (b.heads[q] + 1) % uint32(len(m.SQ)) {
-		sqe := m.SQ[b.heads[q]]
-		if b.hook != nil && !b.hook(&sqe, q/drives) {
+		*sqe = m.SQ[b.heads[q]]
+		if b.hook != nil && !b.hook(sqe, q/drives) {
 			continue
 		}
 		n := int(sqe.Blocks()) * 4096
@@ -173,6 +175,7 @@ func (b *bench) serveQueue(q int, random *rand.Rand) bool {
 		atomic.StoreUint32((*uint32)(unsafe.Pointer(&e.CID)), uint32(id)|(^(b.tails[q]/depth)&1)<<16)
 		b.tails[q]++
 	}
+	b.done = done
 	return len(done) > 0
 }
 
@@ -724,4 +727,29 @@ func TestGPULayoutsAreTheKernels(t *testing.T) {
 		*(*cuda.KernelObject)(unsafe.Pointer(&place)))
 	require.Equal(t, unsafe.Sizeof(ctx), unsafe.Sizeof(cuda.KernelIOCTX{}))
 	require.Equal(t, unsafe.Sizeof(place), unsafe.Sizeof(cuda.KernelObject{}))
+}
+
+// TestGPUAllocations: a batch costs a fixed number of allocations, however many objects it has. All of it is one chunk,
+// one copy and one harvest, for the fake allocates by the operation.
+func TestGPUAllocations(t *testing.T) {
+	const few, many = 10, 1000
+	for _, polling := range []bool{false, true} {
+		b := newBench(t, benchShape{
+			lanes: 1, drives: 1, depth: 1024, bounce: 1024 * pageBytes, units: []int{1},
+			config: func(c *GPUConfig) { c.Polling = polling },
+		})
+		_, ctxs := b.target(many, 0)
+		for i := range ctxs {
+			ctxs[i].Slot %= 64
+		}
+		for _, write := range []bool{false, true} {
+			cost := func(n int) float64 {
+				return testing.AllocsPerRun(10, func() { b.run(write, ctxs[:n]) })
+			}
+			// The rest is the fake's: slices that grow with a batch, and how often its controller looks.
+			small := cost(few)
+			require.LessOrEqual(t, small, 60.0, "polling %v, write %v", polling, write)
+			require.LessOrEqual(t, cost(many), small+20, "polling %v, write %v", polling, write)
+		}
+	}
 }

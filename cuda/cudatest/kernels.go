@@ -91,8 +91,18 @@ type run struct {
 type memory struct {
 	region *cuda.KernelRegion
 	index  uint64 // table: of the first entry; flat: byte offset
-	runs   []run  // table: at their registered lengths; flat: one, up to the region's end
+	runs   int    // table: at their registered lengths; flat: one, up to the region's end
 	total  uint64
+}
+
+// run is the i-th run.
+func (m *memory) run(i int) run {
+	r := m.region
+	if r.Kind == cuda.RegionFlat {
+		return run{r.Base + m.index, uint32(min(m.total, 1<<32-1))}
+	}
+	e := at[cuda.KernelRun](r.Base, m.index+uint64(i))
+	return run{e.Address - r.IO, e.Bytes}
 }
 
 // lookup finds a descriptor's memory; ok is false if it is not registered or shorter than the payload.
@@ -106,20 +116,19 @@ func lookup(t *cuda.KernelTables, desc uint64, payload uint32) (m memory, ok boo
 		if m.index > r.Limit || r.Limit-m.index < uint64(payload) {
 			return m, false
 		}
-		m.total = r.Limit - m.index
-		m.runs = append(m.runs, run{r.Base + m.index, uint32(min(m.total, 1<<32-1))})
+		m.total, m.runs = r.Limit-m.index, 1
 		return m, true
 	}
 	for i := m.index; m.total < uint64(payload); i++ {
 		if i >= r.Limit {
 			return m, false
 		}
-		e := at[cuda.KernelRun](r.Base, i)
-		if e.Bytes == 0 {
+		n := at[cuda.KernelRun](r.Base, i).Bytes
+		if n == 0 {
 			return m, false
 		}
-		m.runs = append(m.runs, run{e.Address - r.IO, e.Bytes})
-		m.total += uint64(e.Bytes)
+		m.runs++
+		m.total += uint64(n)
 	}
 	return m, true
 }
@@ -180,20 +189,20 @@ func (b *builder) direct(sqe *nvme.SQE, m *memory, n, payload uint32) bool {
 	if r.Direct == 0 || payload != n && r.Padded == 0 || m.total < uint64(n) {
 		return false
 	}
-	for i, x := range m.runs {
-		if x.address%4 != 0 || i+1 < len(m.runs) && x.bytes%4 != 0 {
+	for i := range m.runs {
+		if x := m.run(i); x.address%4 != 0 || i+1 < m.runs && x.bytes%4 != 0 {
 			return false
 		}
 	}
-	switch address := m.runs[0].address + r.IO; {
-	case r.Kind == cuda.RegionFlat || b.sgl && len(m.runs) == 1:
+	switch address := m.run(0).address + r.IO; {
+	case r.Kind == cuda.RegionFlat || b.sgl && m.runs == 1:
 		b.contiguous(sqe, address, n)
 	case b.sgl:
 		if m.total != uint64(n) {
 			return false // controllers get the table's entries as they are
 		}
 		segment := r.TableIO + m.index*uint64(unsafe.Sizeof(cuda.KernelRun{}))
-		sqe.SetSGLDescriptor(nvme.MakeSGL(nvme.SGLLastSegment, segment, uint32(len(m.runs))*nvme.SGLDescriptorBytes))
+		sqe.SetSGLDescriptor(nvme.MakeSGL(nvme.SGLLastSegment, segment, uint32(m.runs)*nvme.SGLDescriptorBytes))
 	default:
 		return m.packed(sqe, n)
 	}
@@ -204,8 +213,8 @@ func (b *builder) direct(sqe *nvme.SQE, m *memory, n, payload uint32) bool {
 func (m *memory) packed(sqe *nvme.SQE, n uint32) bool {
 	r := m.region
 	total, left, second := uint32(0), n, uint64(0)
-	for i, x := range m.runs {
-		last := i+1 == len(m.runs)
+	for i := range m.runs {
+		x, last := m.run(i), i+1 == m.runs
 		k := min(x.bytes, left)
 		p := pages(x.address+r.IO, k)
 		if i > 0 && (x.address+r.IO)%pageBytes != 0 ||
@@ -218,7 +227,7 @@ func (m *memory) packed(sqe *nvme.SQE, n uint32) bool {
 		total += p
 		left -= k
 	}
-	first := m.runs[0].address + r.IO
+	first := m.run(0).address + r.IO
 	sqe.DPTR = [2]uint64{first}
 	switch {
 	case total == 1:
@@ -229,7 +238,7 @@ func (m *memory) packed(sqe *nvme.SQE, n uint32) bool {
 	default:
 		list := r.PRPIO + m.index*uint64(r.ListBytes)
 		entries := uint64(total-1) * 8
-		fits := entries <= uint64(len(m.runs))*uint64(r.ListBytes) && list%pageBytes+entries <= pageBytes
+		fits := entries <= uint64(m.runs)*uint64(r.ListBytes) && list%pageBytes+entries <= pageBytes
 		if r.PRPIO == 0 || list%8 != 0 || !fits {
 			return false
 		}

@@ -28,18 +28,19 @@ func (s summer) sum(i uint32, object uint16, payload []byte) (sum uint64, place 
 
 // scatter copies a payload to the runs, which may be registered memory of Go's.
 func (m *memory) scatter(payload []byte) {
-	for _, r := range m.runs {
+	for i := range m.runs {
+		r := m.run(i)
 		n := min(uint64(r.bytes), uint64(len(payload)))
 		moveBytes(pointer(r.address), unsafe.Pointer(unsafe.SliceData(payload)), n)
 		payload = payload[n:]
 	}
 }
 
-// gather copies n bytes from the runs.
-func (m *memory) gather(n uint32) []byte {
-	payload := make([]byte, n)
+// gather copies a payload from the runs.
+func (m *memory) gather(payload []byte) []byte {
 	rest := payload
-	for _, r := range m.runs {
+	for i := range m.runs {
+		r := m.run(i)
 		n := min(uint64(r.bytes), uint64(len(rest)))
 		moveBytes(unsafe.Pointer(unsafe.SliceData(rest)), pointer(r.address), n)
 		rest = rest[n:]
@@ -98,7 +99,7 @@ func harvestObject(t *cuda.KernelTables, sums *cuda.SumsParams, ctx *cuda.Kernel
 			b = bytesAt(cell, payload)
 			m.scatter(b)
 		} else if sums.Seeds != 0 {
-			b = m.gather(payload)
+			b = m.gather(make([]byte, payload))
 		}
 		if sums.Seeds != 0 {
 			if sum, want := (summer{sums}).sum(i, ctx.Object, b); sum != *want {
@@ -122,9 +123,12 @@ func gatherObject(t *cuda.KernelTables, sums *cuda.SumsParams, ctx *cuda.KernelI
 	if !ok || bytes == 0 {
 		return cuda.OutcomeMemory
 	}
-	b := m.gather(payload)
+	b := []byte(nil)
 	if cell != 0 {
-		clear(bytesAt(cell, bytes)[copy(bytesAt(cell, bytes), b):])
+		b = m.gather(bytesAt(cell, bytes)[:payload])
+		clear(bytesAt(cell, bytes)[payload:])
+	} else if sums.Seeds != 0 {
+		b = m.gather(make([]byte, payload))
 	}
 	if sums.Seeds != 0 {
 		sum, place := (summer{sums}).sum(i, ctx.Object, b)

@@ -222,7 +222,7 @@ func (w *pollWorld) requireRead(t *testing.T) {
 		if outcome == cuda.OutcomeOK {
 			copy(want, extentBytes(e.unit, e.bytes))
 		}
-		got := m.gather(e.payload)
+		got := m.gather(make([]byte, e.payload))
 		require.True(t, bytes.Equal(want, got), "IOCTX %d, outcome %d: %s", i, outcome, difference(want, got))
 	}
 }
@@ -237,7 +237,7 @@ func (w *pollWorld) results() [][]byte {
 		ctx := at[cuda.KernelIOCTX](w.ioctxs, uint64(i))
 		payload, _ := payloadOf(&w.tables, ctx.Object)
 		if m, ok := lookup(&w.tables, ctx.Desc, payload); ok {
-			r = append(r, m.gather(payload))
+			r = append(r, m.gather(make([]byte, payload)))
 		}
 	}
 	for i := range w.lanes * w.drives {

@@ -353,7 +353,7 @@ func (w *world) expectSums(p *cuda.HarvestParams) {
 			if chunk.Cells != 0 {
 				b = bytesAt(chunk.Cells+cellOffset(&p.Cells, k), payload)
 			} else {
-				b = m.gather(payload)
+				b = m.gather(make([]byte, payload))
 			}
 			sum, place := (summer{&p.Sums}).sum(i, ctx.Object, b)
 			*place = sum
