@@ -37,6 +37,7 @@ type ioThread struct {
 	queried       int64 // when kernels under way were asked for errors
 	now           int64 // when the round began
 	idle          int   // rounds in which nothing happened
+	overdue       int   // grows with naps in a row for what is overdue
 	oversleep     int64 // what naps last longer than asked for, nanoseconds
 	buildParams   cuda.BuildParams
 	harvestParams cuda.HarvestParams
@@ -160,9 +161,16 @@ func (th *ioThread) rest() {
 	}
 }
 
-// napUntil sleeps until about due. What naps have lasted longer than asked for is asked for less.
+// napUntil sleeps until about due. What naps have lasted longer than asked for is asked for less. What is overdue is
+// looked for at once, and less often the longer it does not come: looks cost more than all the rest.
 func (th *ioThread) napUntil(due int64) {
-	asked := min(max(due-th.now-th.oversleep, 1), quietNanos)
+	asked := min(due-th.now-th.oversleep, quietNanos)
+	if asked > 0 {
+		th.overdue = 0
+	} else {
+		asked = min(int64(1)<<th.overdue, napNanoseconds)
+		th.overdue = min(th.overdue+2, 16)
+	}
 	sleep(asked, th.g.procs)
 	th.oversleep += (min(th.g.now()-th.now-asked, quietNanos) - th.oversleep) / 8
 }

@@ -109,11 +109,7 @@ func mapMemory(n uint64, fd int) (uint64, error) {
 }
 
 // spoil fills fresh memory, in which callers must not look for zeros.
-func spoil(base, n uint64) {
-	for i := range min(n, 1<<20) {
-		*(*byte)(pointer(base + i)) = garbage
-	}
-}
+func spoil(base, n uint64) { setBytes(base, garbage, min(n, 1<<20)) }
 
 // give takes a region's memory away and keeps its addresses.
 func (f *Fake) give(r *region) cuda.Result {

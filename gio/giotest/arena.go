@@ -322,10 +322,17 @@ func (a *arena) pull() {
 // set gives all bytes of all objects one value.
 func (a *arena) set(b byte) {
 	a.r.t.Helper()
-	for i := range a.buf {
-		a.buf[i] = b
-	}
+	setAll(a.buf, b)
 	a.push()
+}
+
+// setAll is for long memory, whose every byte the race detector would look at.
+//
+//go:norace
+func setAll(b []byte, v byte) {
+	for i := range b {
+		b[i] = v
+	}
 }
 
 // fill gives the objects the content of a round.
@@ -351,7 +358,9 @@ func (a *arena) checkZero(what string) {
 	a.r.t.Helper()
 	a.pull()
 	for i := range a.ctxs {
-		if b := a.object(i); !bytes.Equal(b, make([]byte, len(b))) {
+		b := a.object(i)
+		want := a.r.scratch(len(b))
+		if clear(want); !bytes.Equal(b, want) {
 			a.r.t.Fatalf("%s: index %d is not zero", what, i)
 		}
 	}
@@ -360,8 +369,10 @@ func (a *arena) checkZero(what string) {
 // checkOne looks at one object, as of the last pull.
 func (a *arena) checkOne(i int, round uint64, zero bool) {
 	a.r.t.Helper()
-	want := make([]byte, a.r.Bytes(a.ctxs[i].Object))
-	if !zero {
+	want := a.r.scratch(a.r.Bytes(a.ctxs[i].Object))
+	if zero {
+		clear(want)
+	} else {
 		Content(want, a.ctxs[i].Slot, a.ctxs[i].Object, round)
 	}
 	if got := a.object(i); !bytes.Equal(want, got) {
