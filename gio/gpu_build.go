@@ -65,6 +65,10 @@ func (th *ioThread) collect(now int64) (moved bool) {
 		}
 		moved = true
 		kind, t := l.kind, l.t
+		if kind == launchHarvest || kind == launchGather {
+			th.g.stats.moving.Add(uint64(now - max(l.since, th.movedAt)))
+			th.movedAt = now
+		}
 		t.kernels--
 		t.progress = now
 		l.kind, l.t = launchFree, nil

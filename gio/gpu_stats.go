@@ -13,11 +13,15 @@ type GPUStats struct {
 	Builds, Harvests, Gathers         uint64 // launches
 	Checksums, Timeouts               uint64 // IOCTXs
 	CPUNanos                          uint64 // of the I/O thread
-	DeviceBytes                       uint64 // device memory that the executor holds, registrations included
+	// MovingNanos is the time in which harvests or gathers were under way, from the launch until the I/O thread saw the
+	// end: waiting for SMs beside other kernels is in it.
+	MovingNanos uint64
+	DeviceBytes uint64 // device memory that the executor holds, registrations included
 }
 
 type gpuCounters struct {
 	commands, read, written, chunks, moves, builds, harvests, gathers, checksums, timeouts, device atomic.Uint64
+	moving                                                                                         atomic.Uint64
 	thread                                                                                         atomic.Int32
 }
 
@@ -28,7 +32,8 @@ func (g *GPU) Stats() GPUStats {
 		Commands: c.commands.Load(), ReadBytes: c.read.Load(), WrittenBytes: c.written.Load(),
 		Chunks: c.chunks.Load(), Moves: c.moves.Load(), Builds: c.builds.Load(), Harvests: c.harvests.Load(),
 		Gathers: c.gathers.Load(), Checksums: c.checksums.Load(), Timeouts: c.timeouts.Load(),
-		CPUNanos: threadNanos(c.thread.Load()), DeviceBytes: c.device.Load(),
+		MovingNanos: c.moving.Load(),
+		CPUNanos:    threadNanos(c.thread.Load()), DeviceBytes: c.device.Load(),
 	}
 }
 

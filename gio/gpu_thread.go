@@ -34,6 +34,7 @@ type ioThread struct {
 	closed        bool
 	closeErrors   []error
 	checked       int64 // when deadlines were looked at
+	movedAt       int64 // when the end of a harvest or gather was seen
 	queried       int64 // when kernels under way were asked for errors
 	now           int64 // when the round began
 	idle          int   // rounds in which nothing happened

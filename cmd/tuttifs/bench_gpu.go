@@ -73,7 +73,7 @@ func newBenchGPU() *command {
 	f.Var(&o.staging, "staging", "device memory between the copy engine and the pool")
 	f.Var(&o.bounce, "bounce", "memory of the bounce cells")
 	f.StringVar(&o.dir, "dir", "", "directory `DIR` on ext4 for cuFile's file (default: that of the system)")
-	f.DurationVar(&o.limit, "limit", 0, "`TIME` after which what is left is left out (default 5m, with --quick 90s)")
+	f.DurationVar(&o.limit, "limit", 0, "`TIME` after which what is left is left out (default 8m, with --quick 3m)")
 	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
 	f.StringVarP(&o.output, "output", "o", "", "write the figures to `FILE` as JSON as well, after each part")
 	f.BoolVar(&o.json, "json", false, "print the figures as JSON")
@@ -134,9 +134,9 @@ func (o *benchGPUOptions) plan() {
 		o.pollers = max(1, min(12, runtime.GOMAXPROCS(0)*3/4/o.gpus))
 	}
 	if o.limit == 0 {
-		o.limit = 5 * time.Minute
+		o.limit = 8 * time.Minute
 		if o.quick {
-			o.limit = 90 * time.Second
+			o.limit = 3 * time.Minute
 		}
 	}
 	if o.scale.rounds != 0 {

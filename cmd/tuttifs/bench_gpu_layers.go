@@ -25,6 +25,7 @@ type gpuRate struct {
 	CPUMicros   float64 `json:"io_thread_cpu_us_per_16_mib"`
 	PollerPerGB float64 `json:"poller_cpu_seconds_per_gb"`
 	BusyPerGB   float64 `json:"poller_busy_seconds_per_gb"` // of it with work found
+	MovingPerGB float64 `json:"harvest_gather_ms_per_gb"`
 	DeviceBytes uint64  `json:"registration_device_bytes,omitempty"`
 	Verified    bool    `json:"verified"`
 }
@@ -44,6 +45,7 @@ type gpuSample struct {
 	cpu     time.Duration // of the I/O thread
 	poller  time.Duration // of the pollers' threads
 	busy    time.Duration // of it with work found
+	moving  time.Duration // in which harvests or gathers were under way
 }
 
 func (s *gpuSample) rate() float64 { return float64(s.bytes) / s.seconds / 1e9 }
@@ -51,7 +53,8 @@ func (s *gpuSample) rate() float64 { return float64(s.bytes) / s.seconds / 1e9 }
 func (s *gpuSample) add(t gpuSample) {
 	s.layers = max(s.layers, t.layers)
 	s.bytes, s.seconds = s.bytes+t.bytes, s.seconds+t.seconds
-	s.cpu, s.poller, s.busy = s.cpu+t.cpu, s.poller+t.poller, s.busy+t.busy
+	s.cpu, s.moving = s.cpu+t.cpu, s.moving+t.moving
+	s.poller, s.busy = s.poller+t.poller, s.busy+t.busy
 }
 
 // cpuMicros is microseconds for each 16 MiB.
@@ -68,11 +71,13 @@ func (r *gpuRig) sample(write, sums bool, period time.Duration) (s gpuSample, er
 	if layers != nil {
 		defer layers.Close()
 	}
-	begin, cpu, poller, busy := time.Now(), r.ring.Stats().CPUNanos, r.pollerTime(), r.busyTime()
+	begin, before, poller, busy := time.Now(), r.ring.Stats(), r.pollerTime(), r.busyTime()
 	s.bytes, s.layers, err = r.stream(write, layers, lasting(begin, period))
 	s.seconds = time.Since(begin).Seconds()
-	s.cpu, s.poller = time.Duration(r.ring.Stats().CPUNanos-cpu), r.pollerTime()-poller
-	s.busy = r.busyTime() - busy
+	s.poller, s.busy = r.pollerTime()-poller, r.busyTime()-busy
+	after := r.ring.Stats()
+	s.cpu = time.Duration(after.CPUNanos - before.CPUNanos)
+	s.moving = time.Duration(after.MovingNanos - before.MovingNanos)
 	return s, err
 }
 
@@ -173,7 +178,7 @@ func (b *gpuBench) rate(r *gpuRig, part, way string, write, sums bool) (row gpuR
 		row.Worst = min(row.Worst, x)
 	}
 	row.CPUMicros, row.PollerPerGB = all.cpuMicros(), perGB(all.poller, float64(all.bytes))
-	row.BusyPerGB = perGB(all.busy, float64(all.bytes))
+	row.BusyPerGB, row.MovingPerGB = perGB(all.busy, float64(all.bytes)), 1e3*perGB(all.moving, float64(all.bytes))
 	err = b.verify(r, all.layers)
 	row.Verified = err == nil
 	return row, err

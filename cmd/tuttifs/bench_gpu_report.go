@@ -86,6 +86,7 @@ func (r *gpuReport) print(e *env) error {
 		row         func(w io.Writer, i int)
 	}{
 		{"Layers", "part\tway\tverb\tobjects\tchecksums\tGB/s\tworst\tI/O thread us/16 MiB\tpollers s/GB\tbusy\t" +
+			"harvest or gather ms/GB\t" +
 			"registration", len(r.Rates), r.printRate},
 		{"Checksums", "verb\tobjects\tGB/s with\twithout\tcost", len(r.Sums), r.printSums},
 		{"Beside compute", "way\tverb\tcompute\tms alone\tGB/s\tslower\tinterval\tpairs", len(r.Beside), r.printBeside},
@@ -128,9 +129,9 @@ func (r *gpuReport) printRate(w io.Writer, i int) {
 	if row.Sums {
 		sums = "yes"
 	}
-	fmt.Fprintf(w, "  %s\t%s\t%s\t%s x %d\t%s\t%.2f\t%.2f\t%.1f\t%.3f\t%.3f\t%s\n", row.Part, row.Way, row.Verb,
+	fmt.Fprintf(w, "  %s\t%s\t%s\t%s x %d\t%s\t%.2f\t%.2f\t%.1f\t%.3f\t%.3f\t%.2f\t%s\n", row.Part, row.Way, row.Verb,
 		humanBytes(uint64(row.ObjectBytes)), row.Objects, sums, row.GBs, row.Worst, row.CPUMicros, row.PollerPerGB,
-		row.BusyPerGB, humanBytes(row.DeviceBytes))
+		row.BusyPerGB, row.MovingPerGB, humanBytes(row.DeviceBytes))
 }
 
 func (r *gpuReport) printSums(w io.Writer, i int) {

@@ -59,6 +59,7 @@ func TestBenchGPU(t *testing.T) {
 		perPart[row.Part]++
 		require.Positive(t, row.GBs)
 		require.Positive(t, row.BusyPerGB)
+		require.Positive(t, row.MovingPerGB)
 		require.True(t, row.Verified)
 	}
 	require.Equal(t, map[string]int{"restore": 6, "store": 6, "descriptors": 4, "cpu": 6}, perPart)
