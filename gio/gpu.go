@@ -86,6 +86,9 @@ type GPU struct {
 
 	registering sync.Mutex // one change of the device's table of regions at a time
 
+	using sync.RWMutex // held for reading by whoever uses what Close gives back, guards gone
+	gone  bool         // it has been given back
+
 	mu       sync.Mutex
 	incoming []*gpuTicket  // not seen by the I/O thread yet
 	requests []func()      // for the I/O thread
@@ -249,7 +252,7 @@ func (g *GPU) Close() error {
 	if g.closed {
 		g.mu.Unlock()
 		<-g.down
-		return nil
+		return g.closeErr
 	}
 	g.closed = true
 	g.mu.Unlock()
@@ -273,11 +276,24 @@ func (g *GPU) Close() error {
 			t.conclude()
 		}
 		if !g.thread.hung {
+			g.using.Lock()
+			g.gone = true
 			g.takeDown()
+			g.using.Unlock()
 		}
 	}
 	close(g.down)
 	return g.closeErr
+}
+
+// hold keeps Close from giving anything back until the returned function is called.
+func (g *GPU) hold() (release func(), err error) {
+	g.using.RLock()
+	if g.gone {
+		g.using.RUnlock()
+		return nil, ErrClosed
+	}
+	return g.using.RUnlock, nil
 }
 
 // takeDown gives everything back on the control thread and ends it. Errors are of no use to anybody: after a failed

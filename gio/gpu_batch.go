@@ -29,6 +29,7 @@ type gpuTicket struct {
 	write    bool
 	zeroing  bool // no commands: all targets are zeroed
 	bounced  bool // polling only: through the lanes' cells
+	inPlace  bool // a write of which controllers read the source itself: that is theirs until the end
 	memory   batchMemory
 	cells    cuda.KernelCells
 	sums     cuda.SumsParams
@@ -155,6 +156,15 @@ func (g *GPU) IssueAfter(write bool, m *Map, ctxs []IOCTX, after *cuda.Event) (G
 }
 
 func (g *GPU) issue(write bool, m *Map, ctxs []IOCTX, o batchOptions) (*gpuTicket, error) {
+	release, err := g.hold()
+	if err != nil {
+		return nil, err
+	}
+	defer release()
+	return g.issueHeld(write, m, ctxs, o)
+}
+
+func (g *GPU) issueHeld(write bool, m *Map, ctxs []IOCTX, o batchOptions) (*gpuTicket, error) {
 	if m == nil {
 		return nil, fmt.Errorf("%w: no extent map", ErrInvalid)
 	}
@@ -246,6 +256,7 @@ func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
 		p.planWhole()
 	} else {
 		p.plan()
+		t.inPlace = t.write && slices.ContainsFunc(t.chunks, func(c gpuChunk) bool { return c.direct })
 	}
 	sizes := batchSizes{
 		ctxs: t.n, chunks: len(t.chunks), drives: len(g.config.Lanes[0]), group: len(p.offsets),
@@ -476,6 +487,7 @@ func (k *kindOf) reached(ctx *IOCTX) bool {
 
 // WaitOn makes a stream wait for the batch; see GPUTicket.
 func (t *gpuTicket) WaitOn(s *cuda.Stream) error {
+	t.awaited()
 	<-t.enqueued
 	if t.ended.Load() {
 		<-t.done
@@ -510,8 +522,11 @@ func (g *GPU) Wait(ticket Ticket) ([]Result, error) {
 	return g.wait(t)
 }
 
+// awaited tells that somebody waits, which is when a batch begins to be given up for want of progress.
+func (t *gpuTicket) awaited() { t.waiting.CompareAndSwap(0, max(1, t.g.now())) }
+
 func (g *GPU) wait(t *gpuTicket) ([]Result, error) {
-	t.waiting.CompareAndSwap(0, max(1, g.now()))
+	t.awaited()
 	<-t.done
 	if t.hung != nil {
 		// The I/O thread may still touch all that the batch has: it is never given back.

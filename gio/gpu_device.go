@@ -14,14 +14,15 @@ import (
 
 // worker is the control thread: it makes the calls of CUDA that may take long, for whoever asks, one at a time.
 type worker struct {
-	calls chan func()
-	stuck <-chan struct{}
-	since atomic.Int64 // when the call that runs began, 0: none does
-	now   func() int64
+	calls   chan func()
+	stopped chan struct{} // closed by stop
+	stuck   <-chan struct{}
+	since   atomic.Int64 // when the call that runs began, 0: none does
+	now     func() int64
 }
 
 func (w *worker) start(c *cuda.Context, stuck <-chan struct{}, now func() int64) error {
-	w.calls, w.stuck, w.now = make(chan func()), stuck, now
+	w.calls, w.stopped, w.stuck, w.now = make(chan func()), make(chan struct{}), stuck, now
 	bound := make(chan error, 1)
 	go func() {
 		// The thread is never unlocked, so that it ends with the goroutine.
@@ -31,12 +32,17 @@ func (w *worker) start(c *cuda.Context, stuck <-chan struct{}, now func() int64)
 		if err != nil {
 			return
 		}
-		for f := range w.calls {
-			w.since.Store(max(1, w.now()))
-			f()
-			w.since.Store(0)
+		for {
+			select {
+			case f := <-w.calls:
+				w.since.Store(max(1, w.now()))
+				f()
+				w.since.Store(0)
+			case <-w.stopped:
+				_ = c.Unbind()
+				return
+			}
 		}
-		_ = c.Unbind()
 	}()
 	return <-bound
 }
@@ -46,6 +52,8 @@ func (w *worker) do(f func() error) error {
 	result := make(chan error, 1)
 	select {
 	case w.calls <- func() { result <- f() }:
+	case <-w.stopped:
+		return ErrClosed
 	case <-w.stuck:
 		return fmt.Errorf("%w: %w", ErrDead, errStuck)
 	}
@@ -57,7 +65,7 @@ func (w *worker) do(f func() error) error {
 	}
 }
 
-func (w *worker) stop() { close(w.calls) }
+func (w *worker) stop() { close(w.stopped) }
 
 // device is what the executor has made on the GPU.
 type device struct {

@@ -184,7 +184,7 @@ func (th *ioThread) gathered(t *gpuTicket, from, to int) {
 
 // tell lets streams wait for a batch whose last kernel is enqueued.
 func (th *ioThread) tell(t *gpuTicket) {
-	if t.listed == 0 || t.launched < t.listed || t.listed+t.plain < len(t.chunks) || t.told.Load() {
+	if t.listed == 0 || t.launched < t.listed || t.listed+t.plain < len(t.chunks) || t.inPlace || t.told.Load() {
 		return
 	}
 	if t.event != nil && !th.dead {

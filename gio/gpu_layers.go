@@ -33,6 +33,11 @@ type gpuLayers struct {
 
 // OpenLayers prepares restoring; see Ring.OpenLayers. The Layers are GPULayers.
 func (g *GPU) OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
+	release, err := g.hold()
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	l, err := g.newLayers(m, rank, slots, false)
 	if err != nil {
 		return nil, err
@@ -46,6 +51,11 @@ func (g *GPU) OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
 
 // CreateLayers prepares storing. The Layers are GPULayers.
 func (g *GPU) CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
+	release, err := g.hold()
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	l, err := g.newLayers(m, rank, slots, true)
 	if err != nil {
 		return nil, err
@@ -61,9 +71,9 @@ func (g *GPU) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*gpuLa
 	return l, l.init(m, rank, slots, l.pin)
 }
 
-// runBatch moves a batch of trailers.
+// runBatch moves a batch of trailers. What Close gives back is held.
 func (g *GPU) runBatch(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
-	t, err := g.issue(write, m, ctxs, batchOptions{quiet: true})
+	t, err := g.issueHeld(write, m, ctxs, batchOptions{quiet: true})
 	if err != nil {
 		return nil, err
 	}
@@ -94,6 +104,16 @@ func (l *gpuLayers) pin(n int) ([]uint64, error) {
 	}
 	l.params.RankObjs, l.params.Rank = uint32(l.objects), uint32(l.rank)
 	return sums, nil
+}
+
+// Finish writes the trailers; see layerState.Finish.
+func (l *gpuLayers) Finish() error {
+	release, err := l.g.hold()
+	if err != nil {
+		return err
+	}
+	defer release()
+	return l.layerState.Finish()
 }
 
 // Close gives the trailers' memory back. Tickets must have been waited for.

@@ -238,6 +238,11 @@ const (
 
 // register runs make on the control thread, gives m its place and tells the device.
 func (g *GPU) register(m *Memory, make func() error) (*Memory, error) {
+	release, err := g.hold()
+	if err != nil {
+		return nil, err
+	}
+	defer release()
 	g.registering.Lock()
 	defer g.registering.Unlock()
 	g.mu.Lock()
@@ -252,7 +257,7 @@ func (g *GPU) register(m *Memory, make func() error) (*Memory, error) {
 	if err := g.regions.add(m); err != nil {
 		return nil, err
 	}
-	err := g.control.do(func() error {
+	err = g.control.do(func() error {
 		if make != nil {
 			if err := make(); err != nil {
 				return err
@@ -308,15 +313,15 @@ func (g *GPU) giveBack(m *Memory) {
 // Unregister gives the region and its device memory back; its descriptors are refused from then on. ErrBusy while a
 // batch uses it.
 func (g *GPU) Unregister(m *Memory) error {
+	release, gone := g.hold()
+	if gone != nil {
+		return g.regions.remove(m) // Close has given back what it held
+	}
+	defer release()
 	g.registering.Lock()
 	defer g.registering.Unlock()
 	if err := g.regions.remove(m); err != nil {
 		return err
-	}
-	select {
-	case <-g.down:
-		return nil // Close has given it back
-	default:
 	}
 	return g.control.do(func() error {
 		err := g.writeEntry(m, &cuda.KernelRegion{})

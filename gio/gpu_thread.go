@@ -193,6 +193,7 @@ func (th *ioThread) round(now int64) (moved bool) {
 	}
 	if g.closing.Load() && !th.closed {
 		th.closed = true
+		moved = th.takeIn() || moved // what comes before Close may not have rung yet; nothing comes after it
 		th.giveUpAll(ErrClosed)
 	}
 	if broken := g.broken.Load(); broken != nil && len(th.live) > 0 {
@@ -329,7 +330,10 @@ func (th *ioThread) release(int64) (moved bool, err error) {
 		}
 		done, err := t.after.Query()
 		if err != nil {
-			return moved, fmt.Errorf("the event that a batch waits for: %w", err)
+			// The engine's event may be at fault. If it is CUDA, the next call says so.
+			moved = true
+			th.giveUp(t, fmt.Errorf("%w: the event that the batch waits for: %w", ErrInvalid, err))
+			continue
 		}
 		if !done {
 			asked[direction] = true
