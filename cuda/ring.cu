@@ -235,13 +235,16 @@ static __device__ __forceinline__ u64 nanoseconds() {
 }
 #endif
 
-// finish counts the block off when everything that its threads did is visible to the host.
+// finish counts the block off, and the last one tells the host. What a block did is visible to the GPU when it counts;
+// the one fence of the last block makes all of it visible to the host (causality is transitive over scopes, PTX ISA, memory
+// consistency model). A fence of the system's scope by every warp would take longer than the kernel's work.
 static __device__ void finish(u32 *done, u32 *blocks) {
-	__threadfence_system();
 	__syncthreads();
-	if (threadIdx.x == 0 && atomicAdd(blocks, 1u) == gridDim.x - 1) {
+	if (threadIdx.x != 0) return;
+	__threadfence();
+	if (atomicAdd(blocks, 1u) == gridDim.x - 1) {
 		*blocks = 0;
-		__threadfence_system(); // what other blocks did before they counted
+		__threadfence_system();
 		atomicAdd_system(done, gridDim.x);
 	}
 }

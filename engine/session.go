@@ -245,6 +245,8 @@ func (s *Session) build(o SessionOptions) error {
 		},
 	}
 	if s.gpu.context != nil {
+		// A request waits for its trailers before anything else: room for a thousand and more at a time.
+		config.ScratchBytes = min(gpuScratchBytes, (len(config.DMA)-config.BounceBytes)/2&^4095)
 		return s.buildGPU(config, o.GPU)
 	}
 	ring, err := gio.NewRing(config)

@@ -45,7 +45,7 @@ const (
 	StagingDefault       = 256 << 20
 	MoveDefault          = 4 << 20
 	HarvestDefault       = 64 << 20
-	HarvestBlocksDefault = 32
+	HarvestBlocksDefault = 16
 	movesDefault         = 2
 	movesMax             = 16
 )

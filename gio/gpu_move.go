@@ -9,8 +9,8 @@ import (
 	"tuttifs/cuda"
 )
 
-// staging is device memory between the copy engine and the kernels, in slots of one chunk each. Writes hold half of
-// them at most, so that those which drives hold back leave room for reads.
+// staging is device memory between the copy engine and the kernels, in slots of one chunk each. Writes hold three
+// quarters of them at most, so that those which drives hold back leave room for reads.
 type staging struct {
 	memory cuda.Pointer
 	size   uint64
@@ -53,7 +53,7 @@ func (s *staging) address(slot int32) uint64 {
 // room is how many slots a direction may take.
 func (s *staging) room(write bool) int {
 	if write {
-		return min(len(s.free), s.slots/2-s.writes)
+		return min(len(s.free), s.slots*3/4-s.writes)
 	}
 	return len(s.free)
 }
@@ -120,6 +120,10 @@ const (
 	// paceRange is how far from that the pace may go. Small pieces, which take their time whatever their size, would
 	// drive it up without end.
 	paceRange = 8
+	// To expect a piece's end too late leaves the copy engine at rest, too early costs a look: so the pace is corrected
+	// the faster in that direction. Both are fractions.
+	paceFaster = 32
+	paceSlower = 512
 	// leadNanos is how long before the end of a piece the next one is enqueued: about what a nap may last too long.
 	leadNanos = 20_000
 )
@@ -151,12 +155,12 @@ func (m *mover) note(p *piece, done bool, now int64) {
 		for i := range m.pieces {
 			m.pieces[i].end += late
 		}
-		m.pace = min(m.pace+m.pace/64, paceFirst*paceRange)
+		m.pace = min(m.pace+m.pace/paceSlower, paceFirst*paceRange)
 	case done && m.count == 1 && now < m.end:
 		m.end = now
-		m.pace = max(m.pace-m.pace/64, paceFirst/paceRange)
+		m.pace = max(m.pace-m.pace/paceFaster, paceFirst/paceRange)
 	case done && m.count == 1 && len(m.queue) > 0 && !m.hungry:
-		m.pace = max(m.pace-m.pace/64, paceFirst/paceRange) // the copy engine has come to rest
+		m.pace = max(m.pace-m.pace/paceFaster, paceFirst/paceRange) // the copy engine has come to rest
 	}
 }
 

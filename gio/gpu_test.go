@@ -334,7 +334,7 @@ func TestGPUQueuesWrap(t *testing.T) {
 }
 
 // TestGPUStagingRunsOut: with harvests held back, arrived chunks fill the staging and the lanes keep theirs; when
-// harvests go on, everything does. Writes leave half of the staging alone.
+// harvests go on, everything does. Writes leave a quarter of the staging alone.
 func TestGPUStagingRunsOut(t *testing.T) {
 	b := newBench(t, benchShape{
 		lanes: 4, drives: 1, depth: 64, bounce: 4 * 4 * pageBytes, units: []int{1},

@@ -98,6 +98,7 @@ inline int __ffs(unsigned v) { return __builtin_ffs(int(v)); }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 
 inline void __threadfence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 
 template <class T> T atomicAdd(T *p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
 template <class T> T atomicAdd_system(T *p, T v) { return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST); }
