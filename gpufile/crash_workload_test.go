@@ -157,13 +157,17 @@ func (w *crashWorld) kill() {
 	w.s.closePools()
 }
 
-// run changes the volume in every way: with many stores, and everything else at random places among them. Drives are
-// lost and come back, are added and forgotten in this order.
-func (w *crashWorld) run() {
+func (w *crashWorld) begin() {
 	w.open()
 	w.pool("a", "hybrid", 1)
 	w.pool("b", "hybrid", 3)
 	w.pool("c", "", 2)
+}
+
+// run changes the volume in every way: with many stores, and everything else at random places among them. Drives are
+// lost and come back, are added and forgotten in this order.
+func (w *crashWorld) run() {
+	w.begin()
 	inOrder := []func(){w.lose, w.rejoin, w.add, w.lose, w.rejoin, w.forget, w.lose, w.rejoin}
 	anywhere := []func(){w.unlink, w.unlink, w.unlink, w.evict, w.evict, w.checkpoint, w.checkpoint, w.pins, w.pins,
 		w.pins, w.unmount, w.killed, w.killed, w.another}
@@ -183,6 +187,16 @@ func (w *crashWorld) run() {
 		w.look()
 	}
 	w.kill()
+}
+
+// log is what happened up to the last look. Behind it the store's workers went on, and no change says which files they
+// evicted to give another pool a row.
+func (w *crashWorld) log() []maptest.Op {
+	log := w.set.Log()
+	for len(log) > 0 && log[len(log)-1].Kind != maptest.Mark {
+		log = log[:len(log)-1]
+	}
+	return log
 }
 
 func (w *crashWorld) checkpoint() {
