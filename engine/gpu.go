@@ -52,9 +52,9 @@ func (g *gpuSide) open(o *GPUOptions) (err error) {
 	return err
 }
 
-// close releases the context. The ring was closed before.
-func (g *gpuSide) close() error {
-	if g.context == nil {
+// close releases the context. The ring was closed before; a call to a driver that hung meanwhile might not return.
+func (g *gpuSide) close(ring error) error {
+	if g.context == nil || errors.Is(ring, gio.ErrStuck) {
 		return nil
 	}
 	return g.context.Close()

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"bytes"
+	"fmt"
 	"runtime"
 	"sync"
 	"testing"
@@ -20,6 +21,17 @@ import (
 func startFake(t *testing.T) *cudatest.Fake {
 	t.Helper()
 	return cudatest.Start(t, cudatest.Config{Kernels: cudatest.Kernels(), Devices: 2, Jitter: 50 * time.Microsecond})
+}
+
+// TestStuckContextIsKept: a driver that hangs is not asked to release the context, which might never return.
+func TestStuckContextIsKept(t *testing.T) {
+	f := startFake(t)
+	var g gpuSide
+	require.NoError(t, g.open(&GPUOptions{Driver: f.Driver()}))
+	require.NoError(t, g.close(fmt.Errorf("%w: after a call", gio.ErrStuck)))
+	require.Equal(t, cudatest.Counts{Contexts: 1}, f.Live())
+	require.NoError(t, g.close(gio.ErrDead))
+	require.Equal(t, cudatest.Counts{}, f.Live())
 }
 
 // gpuMountOptions are for one of the fake's devices.

@@ -192,7 +192,7 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 	// A membership belongs to one open file, so every session has its own.
 	client, err := openControl(m.path)
 	if err != nil {
-		return nil, errors.Join(explain(err), s.gpu.close())
+		return nil, errors.Join(explain(err), s.gpu.close(nil))
 	}
 	a := ioctl.Session{Token: token, ArenaBytes: uint64(o.ArenaBytes)}
 	s.client = client
@@ -328,17 +328,18 @@ func (s *Session) Close() error {
 		close(s.stop)
 		<-s.stopped
 		var errs []error
+		var ring error
 		// The ring goes first, quiesced; then CUDA lets go of the shared memory, and only then is it unmapped.
 		if s.ring != nil {
 			alive := s.attach.Alive()
 			if !alive {
 				s.ring.Abandon(ErrGone)
 			}
-			if err := s.ring.Close(); alive {
-				errs = append(errs, err)
+			if ring = s.ring.Close(); alive {
+				errs = append(errs, ring)
 			}
 		}
-		errs = append(errs, s.gpu.close())
+		errs = append(errs, s.gpu.close(ring))
 		s.control.mu.Lock()
 		s.control.arena = nil
 		s.control.mu.Unlock()

@@ -3,6 +3,7 @@ package gio
 import (
 	"errors"
 	"fmt"
+	"math"
 	"runtime"
 	"slices"
 	"sync"
@@ -20,8 +21,8 @@ type GPUConfig struct {
 	Context *cuda.Context
 	// StagingBytes of device memory between the copy engine and the harvest; 0 means StagingDefault.
 	StagingBytes int
-	// MoveBytes is one piece of the copy engine's work, 0 means MoveDefault; Moves are outstanding in each direction,
-	// 0 means 2. Both bound how long an engine's own small copies wait.
+	// MoveBytes is one piece of the copy engine's work, less than 4 GiB, 0 means MoveDefault; Moves are outstanding in
+	// each direction, 0 means 2. Both bound how long an engine's own small copies wait.
 	MoveBytes int
 	Moves     int
 	// HarvestBytes that arrived start a harvest, and so does a batch's end; 0 means HarvestDefault.
@@ -54,10 +55,10 @@ const (
 // wait for room beside long ones, before the GPU is given up.
 const kernelGrace = 15 * time.Second
 
-var (
-	errStuck  = errors.New("gio: the CUDA driver or the GPU does not answer")
-	errNoLane = errors.New("no lane is left")
-)
+// ErrStuck: the executor's memory stays as it is, and so does its context: no call to the driver is known to return.
+var ErrStuck = errors.New("gio: the CUDA driver or the GPU does not answer")
+
+var errNoLane = errors.New("no lane is left")
 
 // GPU is the executor on the GPU: kernels build the commands and bring bytes to their places; the host rings, checks
 // completions and feeds the copy engine, chunk by chunk. Safe for concurrent use.
@@ -118,6 +119,8 @@ func (c *GPUConfig) validate() error {
 		c.HarvestBlocks < 0 || c.PollSMs < 0:
 		return fmt.Errorf("%w: staging %d, pieces of %d, %d outstanding (at most %d), harvest %d on %d blocks, %d SMs",
 			ErrInvalid, c.StagingBytes, c.MoveBytes, c.Moves, movesMax, c.HarvestBytes, c.HarvestBlocks, c.PollSMs)
+	case c.MoveBytes > math.MaxUint32:
+		return fmt.Errorf("%w: pieces of %d bytes, less than 4 GiB are possible", ErrInvalid, c.MoveBytes)
 	case c.StagingBytes > 0 && c.StagingBytes < 2*pageBytes:
 		return fmt.Errorf("%w: staging of %d bytes, two pages are the least", ErrInvalid, c.StagingBytes)
 	}
@@ -234,7 +237,7 @@ func (g *GPU) onThread(f func() error) error {
 	case err := <-result:
 		return err
 	case <-g.stuck:
-		return fmt.Errorf("%w: %w", ErrDead, errStuck)
+		return fmt.Errorf("%w: %w", ErrDead, ErrStuck)
 	case <-g.ended:
 		select {
 		case err := <-result:
@@ -262,10 +265,10 @@ func (g *GPU) Close() error {
 	case <-g.ended:
 		g.closeErr = errors.Join(g.thread.closeErrors...)
 		if g.thread.hung {
-			g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, errStuck)
+			g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, ErrStuck)
 		}
 	case <-g.stuck:
-		g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, errStuck)
+		g.closeErr = fmt.Errorf("%w: %w; its memory cannot be given back", ErrDead, ErrStuck)
 	}
 	if !g.hangs() {
 		// Batches that nobody has waited for yet keep their outcomes only.

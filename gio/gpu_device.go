@@ -55,13 +55,13 @@ func (w *worker) do(f func() error) error {
 	case <-w.stopped:
 		return ErrClosed
 	case <-w.stuck:
-		return fmt.Errorf("%w: %w", ErrDead, errStuck)
+		return fmt.Errorf("%w: %w", ErrDead, ErrStuck)
 	}
 	select {
 	case err := <-result:
 		return err
 	case <-w.stuck:
-		return fmt.Errorf("%w: %w", ErrDead, errStuck)
+		return fmt.Errorf("%w: %w", ErrDead, ErrStuck)
 	}
 }
 

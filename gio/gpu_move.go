@@ -20,16 +20,19 @@ type staging struct {
 	writes int // slots that writes hold
 }
 
+// cellsMost bounds a chunk's cells: kernels count them in 32 bits.
+const cellsMost = 1 << 31
+
 func (s *staging) setUp(g *GPU) (err error) {
 	cells := g.laneCells()
 	if cells == 0 {
 		return nil
 	}
 	if g.gpu.Polling { // kernels copy from cells themselves; a lane's are divided among its drives
-		s.bytes = cells / len(g.config.Lanes[0]) &^ (pageBytes - 1)
+		s.bytes = min(cells, cellsMost) / len(g.config.Lanes[0]) &^ (pageBytes - 1)
 		return nil
 	}
-	s.bytes = min(cells, g.gpu.StagingBytes/2&^(pageBytes-1))
+	s.bytes = min(cells, g.gpu.StagingBytes/2&^(pageBytes-1), cellsMost)
 	s.slots = g.gpu.StagingBytes / s.bytes
 	s.size = uint64(s.slots) * uint64(s.bytes)
 	s.free = make([]int32, s.slots)
@@ -202,7 +205,7 @@ func (m *mover) poll(now int64) (moved bool, err error) {
 		m.note(p, done, now)
 		if !done {
 			if now-p.since > m.g.kernelBound() {
-				return moved, fmt.Errorf("%w: a copy of %d bytes did not end", errStuck, m.g.gpu.MoveBytes)
+				return moved, fmt.Errorf("%w: a copy of %d bytes did not end", ErrStuck, m.g.gpu.MoveBytes)
 			}
 			return moved, nil
 		}

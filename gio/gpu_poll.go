@@ -157,7 +157,7 @@ func (th *ioThread) launchRun(r *pollRun, now int64) error {
 	}
 	if t.bounced {
 		p.Cells, p.CellsIO = r.cellsGPU, r.ioGPU
-		p.CellBytes, p.CellStride = uint32(cells), max(pageBytes, t.cells.Stride)
+		p.CellBytes, p.CellStride = uint32(min(cells, cellsMost)), max(pageBytes, t.cells.Stride)
 	}
 	if t.write {
 		p.Write = 1

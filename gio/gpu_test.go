@@ -529,7 +529,7 @@ func TestGPUKernelNeverEnds(t *testing.T) {
 		require.NoError(t, err)
 		results, err := b.g.Wait(ticket)
 		require.ErrorIs(t, err, ErrDead)
-		require.ErrorIs(t, err, errStuck)
+		require.ErrorIs(t, err, ErrStuck)
 		require.NotEmpty(t, results)
 		require.ErrorIs(t, b.g.Unregister(b.g.regions.lookup(ctxs[0].Desc)), ErrBusy)
 		require.ErrorIs(t, b.g.Close(), ErrDead)
@@ -562,7 +562,7 @@ func TestGPUDriverHangs(t *testing.T) {
 	ticket, err := b.g.Issue(false, b.m, ctxs)
 	require.NoError(t, err)
 	results, err := b.g.Wait(ticket)
-	require.ErrorIs(t, err, errStuck)
+	require.ErrorIs(t, err, ErrStuck)
 	require.Len(t, results, len(ctxs))
 	require.EqualValues(t, 2, b.quiesced.Load())
 	require.ErrorIs(t, b.g.Unregister(m), ErrBusy)
@@ -673,6 +673,7 @@ func TestGPUConfigIsChecked(t *testing.T) {
 		"no lanes":       func(c *GPUConfig) { c.Lanes = nil },
 		"little staging": func(c *GPUConfig) { c.StagingBytes = 4096 },
 		"negative":       func(c *GPUConfig) { c.MoveBytes = -1 },
+		"large pieces":   func(c *GPUConfig) { c.MoveBytes = 1 << 32 },
 		"many pieces":    func(c *GPUConfig) { c.Moves = movesMax + 1 },
 	} {
 		c := good

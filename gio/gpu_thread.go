@@ -480,7 +480,7 @@ func (th *ioThread) check(now int64) error {
 	}
 	for i := range th.launches {
 		if l := &th.launches[i]; l.kind != launchFree && now-l.since > g.kernelBound() {
-			return fmt.Errorf("%w: a kernel did not end", errStuck)
+			return fmt.Errorf("%w: a kernel did not end", ErrStuck)
 		}
 	}
 	return nil
@@ -494,7 +494,7 @@ func (th *ioThread) fatal(err error) {
 	}
 	g := th.g
 	th.dead = true
-	th.hung = errors.Is(err, errStuck)
+	th.hung = errors.Is(err, ErrStuck)
 	err = fmt.Errorf("%w: %w", ErrDead, err)
 	for _, l := range g.lanes {
 		l.building, l.unbuilt, l.pieces = false, 0, 0
@@ -594,7 +594,7 @@ const (
 
 // giveUpGPU quiesces all lanes and ends all waits. What batches have in memory is never given back.
 func (g *GPU) giveUpGPU() {
-	err := fmt.Errorf("%w: %w", ErrDead, errStuck)
+	err := fmt.Errorf("%w: %w", ErrDead, ErrStuck)
 	g.broken.CompareAndSwap(nil, &err)
 	for l := range g.config.Lanes {
 		_ = g.quiesce(l)

@@ -22,7 +22,8 @@
  * after forking. Processes of one engine join one session by its token.
  *
  * Memory given to a function is the caller's again when the function returns, unless it says otherwise. Registered
- * memory stays the caller's to free, after tuttifs_unregister. Sizes are in bytes. All integers are the host's.
+ * memory stays the caller's to free, after tuttifs_unregister. Sizes are in bytes. All integers are the host's. Arrays
+ * of more than 2^24 elements are TUTTIFS_EINVAL.
  *
  * Compatibility. Structures of options begin with their size, so that later versions can add fields at the end; set all
  * of a structure to zero, then .size = sizeof. Unknown flags and reserved fields that are not zero are TUTTIFS_EINVAL.

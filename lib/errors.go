@@ -80,8 +80,9 @@ func call(text *C.char, body func() error) (code C.int) {
 // null is the error of an argument that must not be NULL.
 func null(what string) error { return fmt.Errorf("%w: %s is NULL", engine.ErrInvalid, what) }
 
-// countMax bounds arrays: more than a caller could have, and far from overflowing an int.
-const countMax = 1 << 32
+// countMax bounds arrays: more than a mount could use, and little enough that what is allocated for a wrong count does
+// not end the process.
+const countMax = 1 << 24
 
 // array is a C array of the caller's.
 func array[T any](p *T, n C.uint64_t, what string) ([]T, error) {

@@ -351,6 +351,7 @@ static void refusals(struct rank *r)
 	REFUSED(TUTTIFS_EINVAL, tuttifs_peek(r->pool, 0, NULL, 1, &n));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_peek(r->pool, 0, key, 1, NULL));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_peek(r->pool, 0, key, UINT64_MAX, &n));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_peek(r->pool, 0, key, UINT32_MAX, &n));
 	REFUSED(TUTTIFS_EBADF, tuttifs_peek(NULL, 0, key, 1, &n));
 	REFUSED(TUTTIFS_EBADF, tuttifs_peek((tuttifs_pool_t)(void *)r->session, 0, key, 1, &n));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_pin(r->pool, 0, 1, key, 1, NULL, &n));
