@@ -70,8 +70,8 @@ func TestCrashPoints(t *testing.T) {
 	require.GreaterOrEqual(t, cuts.Load(), want)
 }
 
-// TestCrashUnseen holds the harness to its word: what the store does behind the last look at its files is not judged. It
-// evicts by itself when a pool wants a row of another, and may do so while a workload ends.
+// TestCrashUnseen holds the harness to its word: what the store does behind the last look at its files is not judged.
+// It evicts by itself when a pool wants a row of another, and may do so while a workload ends.
 func TestCrashUnseen(t *testing.T) {
 	c := playCuts(t, 1, func(w *crashWorld) {
 		w.begin()
