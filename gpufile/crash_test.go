@@ -52,6 +52,7 @@ func TestCrashPoints(t *testing.T) {
 				t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 					c := playCrash(t, seed, func() bool { return cuts.Add(1) < want })
 					checked.Add(c.checked)
+					t.Logf("%d distinct cuts so far", cuts.Load())
 					mu.Lock()
 					defer mu.Unlock()
 					for what, n := range c.w.done {
