@@ -283,6 +283,9 @@ func (g *GPU) Close() error {
 			g.gone = true
 			g.takeDown()
 			g.using.Unlock()
+			if g.hangs() {
+				g.closeErr = fmt.Errorf("%w: %w; not all of its memory is given back", ErrDead, ErrStuck)
+			}
 		}
 	}
 	close(g.down)

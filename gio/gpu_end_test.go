@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 
 	"tuttifs/checksum"
 	"tuttifs/cuda"
+	"tuttifs/cuda/cudatest"
 	"tuttifs/nvme"
 )
 
@@ -233,5 +235,32 @@ func TestGPUCloseBeside(t *testing.T) {
 		time.Sleep(time.Duration(round) * 200 * time.Microsecond)
 		require.NoError(t, b.g.Close())
 		workers.Wait()
+	}
+}
+
+// TestGPUDriverHangsAtClose: Close ends though a call that gives something back never returns.
+func TestGPUDriverHangsAtClose(t *testing.T) {
+	hold, hanging := make(chan struct{}), atomic.Bool{}
+	b := newBench(t, benchShape{
+		lanes: 1, drives: 1, depth: 16, bounce: 1 << 20, units: []int{1},
+		config: func(c *GPUConfig) { c.Deadline, c.grace = 200*time.Millisecond, 300*time.Millisecond },
+		api: func(a *cuda.API) {
+			free := a.MemFree
+			a.MemFree = func(p cuda.Pointer) cuda.Result {
+				if hanging.Load() {
+					<-hold
+				}
+				return free(p)
+			}
+		},
+	})
+	buf, ctxs := b.target(8, 0)
+	b.turnOver(buf, ctxs, 1)
+	hanging.Store(true)
+	require.ErrorIs(t, b.g.Close(), ErrStuck)
+	require.ErrorIs(t, b.g.Close(), ErrStuck)
+	close(hold)
+	for b.fake.Live() != (cudatest.Counts{Contexts: 1}) {
+		time.Sleep(time.Millisecond)
 	}
 }

@@ -570,13 +570,13 @@ func (g *GPU) watch() {
 	hangs := 0 // looks in a row at which it seemed so: after a stop of the whole process it does, once
 	for hangs < watchLooks {
 		select {
-		case <-g.ended:
+		case <-g.down:
 			return
 		case <-tick.C:
 		}
 		beat, call := g.beat.Load(), g.control.since.Load()
 		now := g.now()
-		late := !g.asleep.Load() && now-beat > g.kernelBound()
+		late := !g.asleep.Load() && !g.over() && now-beat > g.kernelBound()
 		if late || call != 0 && now-call > g.kernelBound() {
 			hangs++
 		} else {
@@ -584,6 +584,16 @@ func (g *GPU) watch() {
 		}
 	}
 	g.giveUpGPU()
+}
+
+// over says whether the I/O thread has ended.
+func (g *GPU) over() bool {
+	select {
+	case <-g.ended:
+		return true
+	default:
+		return false
+	}
 }
 
 // The watchdog looks this often, and believes what it sees so many times.
