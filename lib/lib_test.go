@@ -156,3 +156,10 @@ func TestCodes(t *testing.T) {
 	require.EqualValues(t, -84, codeOf(fmt.Errorf("slot: %w", gio.ErrChecksum)))
 	require.EqualValues(t, -5, codeOf(errors.New("of an unknown kind")))
 }
+
+// TestHalfGivenBack: memory of which an unregister gave a part back, before another part was busy, is refused.
+func TestHalfGivenBack(t *testing.T) {
+	m := memory{classes: make([]class, 1), blocks: 1}
+	require.Zero(t, m.block(0, 0))
+	require.Empty(t, m.registrations())
+}

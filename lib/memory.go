@@ -38,8 +38,11 @@ func (m *memory) paged() bool { return m.classes != nil }
 
 // block is the descriptor of a class's bytes in a block.
 func (m *memory) block(c int, block uint64) uint64 {
-	if host := m.classes[c].host; host != nil {
+	switch host := m.classes[c].host; {
+	case host != nil:
 		return host.Desc(int(block * m.classes[c].stride))
+	case m.whole == nil:
+		return 0 // an unregister gave a part back and is to be tried again: no region has the number 0
 	}
 	return m.whole.Block(c, block)
 }
