@@ -58,7 +58,9 @@ crash:
 gpu-tests: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
 	@mkdir -p build/gpu
-	for p in cuda gio engine; do CGO_ENABLED=0 $(GO) test -c -trimpath -o build/gpu/$$p.test ./$$p || exit 1; done
+	for p in cuda cuda/cudatest gio engine; do \
+		CGO_ENABLED=0 $(GO) test -c -trimpath -o build/gpu/$${p##*/}.test ./$$p || exit 1; \
+	done
 
 fuzz:
 	@scripts/fuzz.sh $(GO) $(FUZZTIME)

@@ -219,7 +219,7 @@ func (w *world) sized(x *sizes, seed uint64, polling bool) giotest.Subject {
 		Device: func(e gio.Executor) giotest.Device { return deviceOf{w, e.(*gio.GPU)} },
 	}
 	if w.fake != nil {
-		s.Live, s.Rounds = w.live, 3
+		s.Live, s.Rounds = w.live, 2
 		s.Reach = func(address uint64, n uint32) []byte {
 			return unsafe.Slice(*(**byte)(unsafe.Pointer(&address)), n)
 		}

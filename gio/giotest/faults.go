@@ -269,10 +269,13 @@ func testOrder(t *testing.T, s *Subject) {
 				var x stack
 				r.SetFaults(x.hook)
 				r.runExactly(write, a.ctxs)
-				require.Positive(t, x.lifted)
 				a.check(1, nil)
 				a.onMedium(1)
+				x.mu.Lock()
+				lifted := x.lifted
 				most = x.most
+				x.mu.Unlock()
+				require.Positive(t, lifted)
 			}
 		}
 	})

@@ -3,6 +3,7 @@ package giotest
 import (
 	"bytes"
 	"encoding/binary"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -238,9 +239,9 @@ func (f *fault) runLayers(t *testing.T, s *Subject, w way) {
 	l, err := r.Ring.OpenLayers(r.Map, 0, r.slots)
 	require.NoError(t, err)
 	defer l.Close()
-	n := 0
+	var n atomic.Int32
 	hook := func(*nvme.SQE) *emu.Fault {
-		if n++; n == 3 {
+		if n.Add(1) == 3 {
 			hit := f.fault
 			return &hit
 		}
@@ -276,7 +277,7 @@ func (f *fault) runLayers(t *testing.T, s *Subject, w way) {
 		}
 	}
 
-	n = 0
+	n.Store(0)
 	store, err := r.Ring.CreateLayers(r.Map, 0, r.slots)
 	require.NoError(t, err)
 	defer store.Close()

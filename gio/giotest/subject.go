@@ -22,7 +22,8 @@ type Subject struct {
 	Reach func(address uint64, n uint32) []byte
 	// Live counts what executors hold of a driver. Nil: nothing.
 	Live func() int
-	// Seed decides everything that is random; Rounds is how many random shapes each test tries, 0 means a few.
+	// Seed decides everything that is random; Rounds is how many random shapes each test tries. 0 means a few, and that
+	// nothing else is cut short either.
 	Seed   uint64
 	Rounds int
 	// Only names the tests that run; nil: all.
