@@ -250,7 +250,7 @@ class Tuttifs:
         return time.perf_counter() - begin
 
     def begin(self, blocks):
-        """Looks the first blocks up and begins to restore all their layers."""
+        """Looks the first blocks up and begins to restore their first layer."""
         self.request += 1
         marks = [time.perf_counter()]
         leases = self.pool.pin(self.request, self.keys[:blocks])
@@ -260,7 +260,7 @@ class Tuttifs:
         after = self.event()  # the pool's last reader
         self.layers = self.pool.layers(0, leases, self.memory, self.model.table[:blocks].tolist())
         marks.append(time.perf_counter())
-        self.transfers = [self.layers.retrieve(layer, after) for layer in range(self.model.layers)]
+        self.transfers = [self.layers.retrieve(0, after)]
         marks.append(time.perf_counter())
         self.after = after
         self.phases = dict(zip(("pin", "trailers", "issue"), (y - x for x, y in zip(marks, marks[1:]))))
@@ -271,6 +271,10 @@ class Tuttifs:
             begin = time.perf_counter()
             self.transfers[layer].wait_on(stream)
             self.phases["others" if layer else "first"] += time.perf_counter() - begin
+            if layer == 0:
+                # Nothing can be computed before the first layer is there, so it has the drives to itself; issuing the
+                # others goes on beside its compute.
+                self.transfers += [self.layers.retrieve(i, after) for i in range(1, self.model.layers)]
         return before
 
     def end(self):
