@@ -29,7 +29,7 @@ type ControlOptions struct {
 	// either way.
 	Shared bool
 
-	MaxSessions int // sessions of engines alive at once, 256
+	MaxSessions int // sessions of engines alive at once, 256, which is the most
 	MaxMembers  int // processes in all sessions, 1024, fewer with more than four pollers each
 	MaxHandles  int // open control handles, 65536
 	MaxPools    int // pools that POOL_OPEN may lead to, 1024
@@ -90,6 +90,9 @@ func (o *ControlOptions) validate() error {
 	if o.Pollers < 1 || o.Pollers > ioctl.LanesMax {
 		errs = append(errs, fmt.Errorf("daemon: pollers a process: %d is not of 1..%d", o.Pollers, ioctl.LanesMax))
 	}
+	if o.MaxSessions < 1 || o.MaxSessions > emu.SharesMax {
+		errs = append(errs, fmt.Errorf("daemon: sessions: %d is not of 1..%d", o.MaxSessions, emu.SharesMax))
+	}
 	if o.MaxMembers < 1 || o.MaxMembers*o.Pollers > pollersMax {
 		errs = append(errs, fmt.Errorf("daemon: %d processes with %d pollers each are more than %d threads", o.MaxMembers,
 			o.Pollers, pollersMax))
@@ -135,7 +138,7 @@ type Control struct {
 	closed      bool
 	handles     map[uint64]*handle
 	members     map[uint32]*member
-	sessions    map[uint32]int // members by session
+	sessions    map[uint32]*session
 	nextHandle  uint64
 	nextMember  uint32
 	sharedBytes uint64
@@ -166,7 +169,7 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 	v := store.Volume()
 	info := v.Info()
 	c := &Control{o: o, store: store, nonce: info.Nonce, uuid: info.UUID, stop: make(chan struct{}),
-		handles: map[uint64]*handle{}, members: map[uint32]*member{}, sessions: map[uint32]int{},
+		handles: map[uint64]*handle{}, members: map[uint32]*member{}, sessions: map[uint32]*session{},
 		connections: map[*net.UnixConn]struct{}{}, strangers: map[uint32]int{}}
 	c.scratch.New = func() any { return new(scratch) }
 	for _, d := range info.Drives {

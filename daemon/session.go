@@ -28,7 +28,8 @@ type member struct {
 	leases *gpufile.Member
 	proc   *process // nil where the process cannot be seen
 	since  time.Time
-	arena  uint64 // bytes that attaching will give
+	arena  uint64     // bytes that attaching will give
+	share  *emu.Share // of the session
 
 	gone   atomic.Bool // set first when it ends: verbs answer ESTALE
 	ending sync.Once
@@ -50,6 +51,12 @@ type member struct {
 
 	acksMu sync.Mutex
 	acks   map[uint16]uint64 // by pool, the map generation that the process says it uses
+}
+
+// session is what the processes of one session have together.
+type session struct {
+	members int
+	share   *emu.Share
 }
 
 // shared is a member's shared memory; slices are nil before it has attached.
@@ -85,10 +92,9 @@ func (c *Control) newMember(h *handle, tid uint32, leases *gpufile.Member, arena
 	}
 	m := &member{c: c, uid: h.uid, leases: leases, proc: proc, since: time.Now(), arena: arena,
 		ended: make(chan struct{})}
-	session := leases.SessionID()
 	c.mu.Lock()
-	if c.closed || len(c.members) >= c.o.MaxMembers ||
-		c.sessions[session] == 0 && len(c.sessions) >= c.o.MaxSessions {
+	s := c.sessions[leases.SessionID()]
+	if c.closed || len(c.members) >= c.o.MaxMembers || s == nil && len(c.sessions) >= c.o.MaxSessions {
 		c.mu.Unlock()
 		proc.close()
 		leases.Close()
@@ -97,7 +103,12 @@ func (c *Control) newMember(h *handle, tid uint32, leases *gpufile.Member, arena
 	c.nextMember++
 	m.id = c.nextMember
 	c.members[m.id] = m
-	c.sessions[session]++
+	if s == nil {
+		s = &session{share: emu.NewShare()}
+		c.sessions[leases.SessionID()] = s
+	}
+	s.members++
+	m.share = s.share
 	c.mu.Unlock()
 	if proc != nil {
 		go func() {
@@ -148,10 +159,9 @@ func (m *member) takeDown(why string) {
 
 	m.c.mu.Lock()
 	delete(m.c.members, m.id)
-	if s := m.leases.SessionID(); m.c.sessions[s] > 1 {
-		m.c.sessions[s]--
-	} else {
-		delete(m.c.sessions, s)
+	s := m.c.sessions[m.leases.SessionID()]
+	if s.members--; s.members == 0 {
+		delete(m.c.sessions, m.leases.SessionID())
 	}
 	m.c.sharedBytes -= total
 	m.c.mu.Unlock()
@@ -353,7 +363,7 @@ func (m *member) block(lane, d int) []byte {
 // startPollers starts the threads that serve the member's queues. The caller holds setup.
 func (m *member) startPollers() error {
 	for i := range min(m.c.o.Pollers, len(m.lanes)) {
-		p, err := emu.NewPoller(emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i),
+		p, err := emu.NewPoller(emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
 			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)})
 		if err != nil {
 			return fmt.Errorf("daemon: poller: %w", err)

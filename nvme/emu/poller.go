@@ -42,6 +42,8 @@ type PollerConfig struct {
 	Number uint32
 	// Spin before napping; 0 means 20 us.
 	Spin time.Duration
+	// Share bounds the session's commands in system calls; nil shares what is no session's own.
+	Share *Share
 }
 
 // Poller serves queues on one OS thread. Methods are safe for concurrent use.
@@ -74,7 +76,7 @@ func NewPoller(c PollerConfig) (*Poller, error) {
 		c.Spin = spinDefault
 	}
 	p := &Poller{cfg: c}
-	p.workers = newWorkers(&p.event)
+	p.workers = newWorkers(&p.event, c.Share)
 	if c.Backend == URing {
 		if p.ring, p.ringErr = newRing(ringEntries); p.ringErr != nil {
 			return nil, fmt.Errorf("%w: io_uring: %w", ErrBackend, p.ringErr)

@@ -20,10 +20,6 @@ const (
 	workersMax = driveWorkersMax + 4
 )
 
-// blocking bounds the commands of all pollers together that are in system calls. Each takes a thread, executors decide
-// how many there are, and the Go runtime ends a process that has ten thousand.
-var blocking = make(chan struct{}, 2048)
-
 // iovMax is the kernel's limit of segments of one system call (UIO_MAXIOV).
 const iovMax = 1024
 
@@ -38,6 +34,7 @@ type workers struct {
 	running int
 	closed  bool
 	all     sync.WaitGroup
+	share   *Share
 
 	done  atomic.Pointer[command] // finished, newest first; the poller takes the whole list
 	event *uint32                 // wakes the poller from its nap
@@ -90,8 +87,8 @@ func (w *workers) take() (*command, *driveWork) {
 	return nil, nil
 }
 
-func newWorkers(event *uint32) *workers {
-	w := &workers{event: event}
+func newWorkers(event *uint32, share *Share) *workers {
+	w := &workers{event: event, share: share}
 	w.wake.L = &w.mu
 	return w
 }
@@ -143,10 +140,9 @@ func (w *workers) run() {
 		}
 		w.mu.Unlock()
 
-		enter := blocking
-		enter <- struct{}{}
+		place := w.share.enter()
 		c.status = c.serveBlocking(&bounce)
-		<-enter
+		place.leave()
 		w.mu.Lock()
 		d.busy--
 		w.mu.Unlock()

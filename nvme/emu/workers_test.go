@@ -123,6 +123,49 @@ func TestThreadsAreBounded(t *testing.T) {
 	require.EqualValues(t, 10, d.waiting.Load())
 }
 
+// TestShares: sessions whose drives do not answer hold what one may have and what all together may have, and leave
+// every other its own.
+func TestShares(t *testing.T) {
+	was := blocking
+	blocking = make(chan struct{}, ShareMax)
+	t.Cleanup(func() { blocking = was })
+	var inside atomic.Int32
+	enter := func(s *Share, n int, leave <-chan struct{}) *sync.WaitGroup {
+		var wg sync.WaitGroup
+		for range n {
+			wg.Go(func() {
+				p := s.enter()
+				inside.Add(1)
+				<-leave
+				inside.Add(-1)
+				p.leave()
+			})
+		}
+		return &wg
+	}
+	holds := func(n int32) {
+		t.Helper()
+		require.Eventually(t, func() bool { return inside.Load() == n }, 10*time.Second, time.Millisecond)
+		time.Sleep(20 * time.Millisecond)
+		require.EqualValues(t, n, inside.Load())
+	}
+	first, second, third := NewShare(), NewShare(), NewShare()
+	stuck, more := make(chan struct{}), make(chan struct{})
+	one := enter(first, 2*ShareMax, stuck)
+	holds(ShareMax)
+	two := enter(second, 2*ShareMax, stuck)
+	holds(ShareMax + 2*ShareOwn)
+	three := enter(third, 2*ShareOwn, more)
+	holds(ShareMax + 3*ShareOwn)
+	close(more)
+	three.Wait()
+	holds(ShareMax + 2*ShareOwn)
+	close(stuck)
+	one.Wait()
+	two.Wait()
+	require.Zero(t, len(blocking)+len(first.own)+len(first.borrowed)+len(second.own)+len(second.borrowed))
+}
+
 // TestStuckDriveLeavesWorkers: a drive that does not answer, with any number of commands, keeps one poller from no other
 // drive.
 func TestStuckDriveLeavesWorkers(t *testing.T) {
