@@ -3,6 +3,8 @@ package emu
 import (
 	"bytes"
 	"encoding/binary"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 	"unsafe"
@@ -154,5 +156,180 @@ func FuzzSQE(f *testing.F) {
 			lo, hi := e.LBA()*512, (e.LBA()+uint64(e.Blocks()))*512
 			require.True(t, bytes.Equal(fresh[:lo], store[:lo]) && bytes.Equal(fresh[hi:], store[hi:]))
 		}
+	})
+}
+
+// hostile is an executor that obeys no rule, beside one that obeys all, on the same controller and poller.
+type hostile struct {
+	store, dma   []byte // of the drive, and of the hostile executor
+	fresh        []byte // what the drive holds at first
+	guard        *sixteen
+	bad, good    *host
+	queue        *Queue // the hostile one
+	raw          []byte // its memory
+	controller   *Controller
+	poller       *Poller
+	goodDMA      []byte
+	expectedGood []byte
+}
+
+const (
+	hostileDMA   = 32 << 10
+	hostileDrive = 128 << 10
+	hostileDepth = 8
+)
+
+func newHostile(f *testing.F, inOrder bool) *hostile {
+	x := &hostile{store: guarded(f, hostileDrive), dma: guarded(f, hostileDMA), guard: &sixteen{},
+		raw: guarded(f, nvme.QueueBytes(hostileDepth)), fresh: make([]byte, hostileDrive)}
+	fill(x.fresh, 77)
+	var err error
+	x.controller, err = New(Config{Drive: &guardedDrive{fake: fake{Drive: memoryDrive(f, hostileDrive)}, b: x.store},
+		MDTS: 2, SGL: true, InOrder: inOrder})
+	require.NoError(f, err)
+	x.poller, err = NewPoller(PollerConfig{})
+	require.NoError(f, err)
+	f.Cleanup(x.poller.Stop)
+	x.good = attachHost(f, x.controller, x.poller, nil, hostileDepth, 64<<10)
+	x.goodDMA, x.expectedGood = x.good.dma, make([]byte, len(x.good.dma))
+	return x
+}
+
+// attach begins the hostile queue anew.
+func (x *hostile) attach(t testing.TB) {
+	copy(x.store, x.fresh)
+	clear(x.raw)
+	clear(x.dma)
+	qm, err := nvme.MapQueue(x.raw, hostileDepth)
+	require.NoError(t, err)
+	x.queue, err = x.controller.Attach(QueueConfig{Memory: qm, DMA: regionMemory{dmaBase, x.dma}, Authority: x.guard})
+	require.NoError(t, err)
+	x.poller.Add(x.queue)
+	x.bad = &host{t: t, c: x.controller, p: x.poller, q: x.queue, qm: qm, raw: x.raw, dma: x.dma, phase: 1}
+	x.good.t = t
+	fill(x.goodDMA, 33)
+	copy(x.expectedGood, x.goodDMA)
+}
+
+// end takes the hostile queue down and checks that nothing outside its rights has changed, that nothing of the drive
+// outside them is in its memory, and that the other executor is served.
+func (x *hostile) end(t *testing.T) {
+	require.NoError(t, x.queue.Quiesce(time.Now().Add(10*time.Second)))
+	require.Zero(t, x.guard.held, "every grant is given back")
+	require.True(t, bytes.Equal(x.fresh[16*PageBytes:], x.store[16*PageBytes:]), "outside its leases")
+	require.True(t, bytes.Equal(x.expectedGood, x.goodDMA), "another's memory")
+	for at := 16 * PageBytes; at < hostileDrive; at += PageBytes {
+		require.False(t, bytes.Contains(x.dma, x.fresh[at:at+64]), "bytes of unit %d", at/PageBytes)
+	}
+	require.True(t, x.good.do(x.good.rw(false, 7, uint64(16*PageBytes>>x.controller.lbaShift), 1, 0)).OK())
+	require.Equal(t, x.fresh[16*PageBytes:][:1<<x.controller.lbaShift], x.goodDMA[:1<<x.controller.lbaShift])
+}
+
+// FuzzChanging has the controller serve entries, PRP lists, SGLs and ranges that another thread changes all the time
+// between two states: what is checked of one copy must not be believed of another.
+func FuzzChanging(f *testing.F) {
+	entry := func(e nvme.SQE) []byte {
+		return append([]byte(nil), unsafe.Slice((*byte)(unsafe.Pointer(&e)), nvme.SQEBytes)...)
+	}
+	list := func(words ...uint64) (b []byte) {
+		for _, w := range words {
+			b = binary.LittleEndian.AppendUint64(b, w)
+		}
+		return b
+	}
+	var e, o nvme.SQE
+	for _, write := range []bool{false, true} {
+		nvme.BuildRW(&e, write, 1, 1, 8, 32)
+		nvme.BuildRW(&o, write, 1, 1, 128, 64)
+		e.DPTR, o.DPTR = [2]uint64{dmaBase + 4096, dmaBase}, [2]uint64{dmaBase + 8192, dmaBase + 8}
+		f.Add(entry(e), entry(o), list(dmaBase+8192, dmaBase+4096, dmaBase+12288, dmaBase+16384),
+			list(dmaBase+hostileDMA, 0, ^uint64(4095), dmaBase-4096), false)
+		e.SetSGLDescriptor(nvme.MakeSGL(nvme.SGLLastSegment, dmaBase, 32))
+		o.SetSGLDescriptor(nvme.MakeSGL(nvme.SGLSegment, dmaBase, 32))
+		f.Add(entry(e), entry(o), list(dmaBase+4096, 16000, dmaBase+100, 384),
+			list(dmaBase+hostileDMA-8, 1<<31, dmaBase, 32|3<<60), true)
+	}
+	nvme.BuildDSM(&e, 2, 1, 2)
+	nvme.BuildDSM(&o, 2, 1, 200)
+	e.DPTR[0], o.DPTR[0] = dmaBase, dmaBase+hostileDMA-32
+	f.Add(entry(e), entry(o), list(8<<32, 16, 16<<32, 40), list(8<<32, 120, 1<<63, 1<<40), false)
+	sides := [2]*hostile{newHostile(f, false), newHostile(f, true)}
+	f.Fuzz(func(t *testing.T, entryA, entryB, listA, listB []byte, inOrder bool) {
+		x := sides[0]
+		if inOrder {
+			x = sides[1]
+		}
+		x.attach(t)
+		entries := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x.bad.qm.SQ))), hostileDepth*nvme.SQEBytes)
+		put := func(entry, list []byte) {
+			for at := 0; at < len(entries); at += nvme.SQEBytes {
+				copy(entries[at:at+nvme.SQEBytes], entry)
+				entries[at+2] = byte(at / nvme.SQEBytes) // command ids differ, mostly
+			}
+			copy(x.dma, list)
+		}
+		put(entryA, listA)
+		stop, began := make(chan struct{}), make(chan struct{})
+		var wg sync.WaitGroup
+		wg.Go(func() {
+			close(began)
+			for n := 0; ; n++ {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				if n%2 == 0 {
+					put(entryB, listB)
+				} else {
+					put(entryA, listA)
+				}
+			}
+		})
+		<-began
+		for range 3 {
+			x.bad.tail = (x.bad.tail + hostileDepth - 1) % hostileDepth
+			x.bad.ring()
+			n := 0
+			for end := time.Now().Add(10 * time.Second); n < hostileDepth-1 && time.Now().Before(end); {
+				x.poller.Step()
+				n += len(x.bad.reap())
+			}
+			require.Equal(t, hostileDepth-1, n, "each entry is answered once")
+		}
+		close(stop)
+		wg.Wait()
+		x.end(t)
+	})
+}
+
+// FuzzDoorbells writes any values to the doorbells of one queue while it is served. At the worst that kills this queue;
+// no entry is served that is not the executor's, and another queue of the controller goes on.
+func FuzzDoorbells(f *testing.F) {
+	f.Add([]byte{1, 0, 2, 0, 2, 2})
+	f.Add([]byte{7, 0, 6, 7, 0xff, 0xff})
+	f.Add([]byte{0, 1, 0x80, 0, 8, 8, 3, 3})
+	x := newHostile(f, false)
+	f.Fuzz(func(t *testing.T, values []byte) {
+		x.attach(t)
+		for i := range x.bad.qm.SQ {
+			e := &x.bad.qm.SQ[i]
+			nvme.BuildRW(e, i%2 == 0, uint16(i), 1, uint64(i*8), 8)
+			require.NoError(t, e.SetPRP(dmaBase+uint64(i)*4096%hostileDMA, 4096, nil, 0))
+		}
+		served := uint64(0)
+		before := x.controller.Stats()
+		for ; len(values) >= 2; values = values[2:] {
+			wide := func(b byte) uint32 { return uint32(int32(int8(b))) } // large ones, too
+			atomic.StoreUint32(x.bad.qm.SQTail, wide(values[0]))
+			atomic.StoreUint32(x.bad.qm.CQHead, wide(values[1]))
+			x.poller.Step()
+			served += hostileDepth - 1 // at most, by one tail
+		}
+		after := x.controller.Stats()
+		require.LessOrEqual(t, after.Reads+after.Writes-before.Reads-before.Writes, served)
+		dead := x.queue.Dead()
+		x.end(t)
+		require.Equal(t, dead, after.QueuesKilled > before.QueuesKilled)
 	})
 }
