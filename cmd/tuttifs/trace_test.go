@@ -109,3 +109,27 @@ func FuzzTraceLine(f *testing.F) {
 		}
 	})
 }
+
+// FuzzTrace: a trace that is read keeps its bounds, whatever the file holds.
+func FuzzTrace(f *testing.F) {
+	line := `{"timestamp": 3000, "input_length": 700, "output_length": 5, "hash_ids": [7, 9]}` + "\n"
+	f.Add([]byte(line+"\n"+line), 0)
+	f.Add([]byte(line+line+"broken"), 2)
+	f.Add([]byte("\x00\r\n"), -1)
+	f.Fuzz(func(t *testing.T, text []byte, limit int) {
+		requests, err := readTrace(bytes.NewReader(text), "x", limit)
+		if err != nil {
+			require.Nil(t, requests)
+			require.ErrorContains(t, err, "x:")
+			return
+		}
+		require.NotEmpty(t, requests)
+		require.True(t, limit <= 0 || len(requests) <= limit)
+		last := 0.0
+		for _, r := range requests {
+			require.GreaterOrEqual(t, r.Timestamp, last)
+			require.LessOrEqual(t, len(r.HashIDs), traceBlocksMax)
+			last = r.Timestamp
+		}
+	})
+}
