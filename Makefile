@@ -13,7 +13,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test crash check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib demo test crash space check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -53,6 +53,10 @@ test: check ptx-check build
 # A million power cuts: some twenty minutes on two cores.
 crash:
 	TUTTIFS_CRASH_CUTS=1000000 $(GO) test -timeout 4h -v -run TestCrashPoints ./gpufile | grep -v -e '^=== ' -e '--- PASS'
+
+# Eight engines store five hundred times what a volume holds: some minutes.
+space:
+	TUTTIFS_SPACE_TIMES=500 $(GO) test -count=1 -timeout 4h -v -run 'TestSpace$$' ./daemon | grep -v -e '^=== ' -e ended:
 
 # The tests as programs, for scripts/gpu-check.sh on a machine with a GPU and without Go.
 gpu-tests: scripts/need-go.sh

@@ -32,6 +32,7 @@ var helpers = map[string]func(t *testing.T, mount string) error{
 	"engine": helpEngine,
 	"fork":   helpFork,
 	"serve":  helpServe,
+	"fill":   helpFill,
 }
 
 // TestHelper is the body of helper processes.
