@@ -34,7 +34,8 @@ type gpuTicket struct {
 	cells    cuda.KernelCells
 	sums     cuda.SumsParams
 	chunks   []gpuChunk
-	after    *cuda.Event
+	after    *cuda.Event // nothing is touched before it
+	began    bool        // I/O thread: it has come, or there is none
 	event    *cuda.Event // of the last harvest or gather; nil where nobody waits on it
 	memories []*Memory
 

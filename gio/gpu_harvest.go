@@ -33,6 +33,10 @@ func (g *GPU) failChunk(c *gpuChunk, err error) {
 	}
 	c.failed = true
 	switch {
+	case t.untouched():
+		t.plain++
+		th.tell(t)
+		th.settle(t, 1)
 	case !t.write:
 		g.giveSlot(c)
 		th.list(c)
@@ -48,6 +52,10 @@ func (g *GPU) failChunk(c *gpuChunk, err error) {
 		th.settle(t, 1)
 	}
 }
+
+// untouched says whether a read or the zeroing of targets still waits for their last reader. Its targets stay as they
+// are, whatever becomes of it: zeroing them would take the bytes from under that reader.
+func (t *gpuTicket) untouched() bool { return !t.write && t.after != nil && !t.began }
 
 // fail records one IOCTX's error.
 func (t *gpuTicket) fail(index int, err error) {

@@ -300,6 +300,7 @@ func (th *ioThread) takeIn() bool {
 
 // admit lets a batch begin.
 func (th *ioThread) admit(t *gpuTicket) {
+	t.began = true
 	switch {
 	case t.zeroing:
 		t.next = len(t.chunks)
@@ -401,7 +402,7 @@ func (th *ioThread) giveUpAll(err error) {
 
 // failRest fails the chunks that are in no lane.
 func (th *ioThread) failRest(t *gpuTicket, err error) {
-	if t.zeroing {
+	if t.zeroing && !t.untouched() {
 		if t.next == 0 {
 			th.admit(t)
 		}
