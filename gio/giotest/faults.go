@@ -85,7 +85,8 @@ func (f *fault) run(t *testing.T, s *Subject, w way, write bool) {
 		f.checkStatus(t, r, &a.ctxs[failed[0].Index], failed[0].Err, write)
 	} else {
 		require.NotEmpty(t, failed)
-		require.NotZero(t, r.Quiesced.Load(), "quiesced before the memory was given back")
+		// A busy machine may pass the deadline before a controller has any command: then there is nothing to quiesce.
+		require.True(t, armed.Load() || r.Quiesced.Load() > 0, "quiesced before the memory was given back")
 	}
 	a.check(1, zeroed)
 	a.recovers(2)
@@ -352,7 +353,7 @@ func testLateLanding(t *testing.T, s *Subject) {
 			failed[f.Index] = true
 		}
 		require.NotEmpty(t, failed)
-		require.Positive(t, landed.Load())
+		require.Equal(t, held.Load(), landed.Load())
 		a.check(1, failed)
 		a.recovers(2)
 	})
