@@ -12,6 +12,7 @@ import (
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
@@ -154,6 +155,8 @@ func FuzzDriveRequests(f *testing.F) {
 		`{"version":2}`, `{"version":1,"verb":"add","path":"/nowhere","force":true}`, `[]`, `{`, "\x00", `{"rate":-1}`, ``} {
 		f.Add([]byte(s))
 	}
+	f.Add(bytes.Repeat([]byte{' '}, 2*driveRequestMax))
+	f.Add(bytes.Repeat([]byte{'x'}, 2*driveRequestMax))
 	w := newWorld(f, gpufile.Options{}, ControlOptions{})
 	d := &Daemon{options: Options{SocketDir: socketDir(f)}, volume: w.volume, store: w.store, control: w.control}
 	d.options.fill()
@@ -172,8 +175,7 @@ func FuzzDriveRequests(f *testing.F) {
 		require.NoError(t, err)
 		defer conn.Close()
 		require.NoError(t, conn.SetDeadline(time.Now().Add(20*time.Second)))
-		_, err = conn.Write(in)
-		require.NoError(t, err)
+		_, _ = conn.Write(in) // the answer may come before all of it is written
 		answers := json.NewDecoder(conn)
 		if r.Verb == "scrub" {
 			var last ScrubReply
@@ -182,12 +184,12 @@ func FuzzDriveRequests(f *testing.F) {
 			}
 			require.NoError(t, err)
 		} else {
-			require.NoError(t, conn.CloseWrite())
+			_ = conn.CloseWrite()
 			var reply DriveReply
 			require.NoError(t, answers.Decode(&reply))
 			require.NotEmpty(t, reply.Error)
 			_, err = answers.Token()
-			require.ErrorIs(t, err, io.EOF)
+			require.True(t, errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET), "%v", err) // not all of it was read
 		}
 		require.NoError(t, w.volume.Err())
 		require.Len(t, w.volume.Info().Drives, 2)

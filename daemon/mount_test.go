@@ -33,6 +33,8 @@ var helpers = map[string]func(t *testing.T, mount string) error{
 	"fork":   helpFork,
 	"serve":  helpServe,
 	"fill":   helpFill,
+
+	"stranger": helpStranger,
 }
 
 // TestHelper is the body of helper processes.
@@ -64,8 +66,11 @@ func mounted(t testing.TB, g gpufile.Options) (*world, string) {
 	return w, dir
 }
 
-func (w *world) mount(t testing.TB, dir string) {
-	server, err := fs.Mount(dir, w.store, fs.Options{Name: "test", Control: w.control})
+func (w *world) mount(t testing.TB, dir string) { w.mountWith(t, dir, fs.Options{}) }
+
+func (w *world) mountWith(t testing.TB, dir string, o fs.Options) {
+	o.Name, o.Control = "test", w.control
+	server, err := fs.Mount(dir, w.store, o)
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		err := server.Unmount(false)
