@@ -6,6 +6,7 @@ PREFIX  ?= /usr/local
 DESTDIR ?=
 FUZZTIME ?= 10s
 FLIPS   ?= 100000
+DEATHS  ?= 500
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo devel)
 # No cgo: the binary opens libcuda at run time, by way of the system's libc. Only the race detector needs a C compiler.
 RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
@@ -13,7 +14,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test crash space check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib demo test crash space deaths check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -57,6 +58,11 @@ crash:
 # Eight engines store five hundred times what a volume holds: some minutes.
 space:
 	TUTTIFS_SPACE_TIMES=500 $(GO) test -count=1 -timeout 4h -v -run 'TestSpace$$' ./daemon | grep -v -e '^=== ' -e ended:
+
+# Kills daemons and engines under load: a mount, so it needs root. What was killed is in the last lines.
+deaths:
+	set -o pipefail; TUTTIFS_DEATHS=$(DEATHS) $(GO) test -count=1 -timeout 4h -v -run '^TestDeaths$$' ./engine \
+		| grep -v '=== '
 
 # The tests as programs, for scripts/gpu-check.sh on a machine with a GPU and without Go.
 gpu-tests: scripts/need-go.sh

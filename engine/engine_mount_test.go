@@ -197,6 +197,9 @@ func chain(seed uint64, n int) ([]Key, []Item) {
 func content(b []byte, key *Key, object uint16) {
 	seed, block := binary.LittleEndian.Uint64(key[:]), binary.LittleEndian.Uint64(key[8:])
 	source := rand.New(rand.NewPCG(seed<<16|uint64(object), block))
+	for ; len(b) >= 8; b = b[8:] {
+		binary.LittleEndian.PutUint64(b, source.Uint64())
+	}
 	for i := range b {
 		b[i] = byte(source.Uint32())
 	}

@@ -40,10 +40,15 @@ func NewSharedMemory(name string, n uint64) (fd int, b []byte, err error) {
 const hugePage = 2 << 20
 
 // MapShared maps n bytes of a descriptor for reading and writing: in huge pages where the kernel gives them
-// (transparent_hugepage/shmem_enabled), populated up front where the size is moderate.
+// (transparent_hugepage/shmem_enabled), populated up front where the size is moderate. A forked child does not get the
+// mapping: it is no member of the session, and would keep the memory of a dead one for as long as it lives.
 func MapShared(fd int, n uint64) ([]byte, error) {
 	b, err := unix.Mmap(fd, 0, int(n), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
+		return nil, err
+	}
+	if err := unix.Madvise(b, unix.MADV_DONTFORK); err != nil {
+		_ = unix.Munmap(b)
 		return nil, err
 	}
 	if n >= hugePage {
