@@ -28,7 +28,7 @@ import (
 
 const (
 	deathsVariable = "TUTTIFS_DEATHS" // how many; "" for few
-	deathsShort    = 18
+	deathsShort    = 12
 	deathsLeaders  = 2
 	membersOf      = 3 // shared mappings of a member: arena, queues, DMA memory
 	descriptorsOf  = 8 // that a member's socket, pidfd and pollers take
