@@ -323,3 +323,53 @@ func TestDegradedNeedsMetadata(t *testing.T) {
 		})
 	}
 }
+
+// A drive is lost at any operation of an unmount, the last ones included: the labels call the volume clean under an
+// epoch that its superblock names, so all drives mount, and those that are left alone.
+func TestLossAtUnmount(t *testing.T) {
+	for _, dirty := range []bool{false, true} {
+		for lost := range 3 {
+			for n, reached := 0, true; reached; n++ {
+				set, v, p := filled(t, extentmap.FormatOptions{Width: 1}, 8*mib, 8*mib, 8*mib)
+				require.NoError(t, v.Checkpoint())
+				if dirty {
+					slot, _ := p.Alloc(extentmap.NoSlot)
+					put(t, p, v, slot, 100)
+				}
+				want := state(v)
+				reached = closeFailing(t, set, v, lost, n)
+				message := fmt.Sprintf("drive %d fails at operation %d of the unmount", lost, n)
+
+				l := readLabel(t, set, (lost+1)%3)
+				super := readSuperblock(t, set, l)
+				require.True(t, l.Clean, message)
+				require.Equal(t, [2]uint64{super.Epoch, super.Epoch}, [2]uint64{l.Epoch, l.Base}, message)
+				rest := maptest.FromImages(set.Snapshot()).Drives()
+				v = open(t, pick(rest, (lost+1)%3, (lost+2)%3), extentmap.Options{Degraded: true})
+				require.Equal(t, want, state(v), message)
+				v.Abandon()
+				v = open(t, set.Drives(), extentmap.Options{})
+				require.Equal(t, want, state(v), message)
+				v.Abandon()
+			}
+		}
+	}
+}
+
+// closeFailing unmounts while a drive fails from its n-th operation on, and says whether it had so many.
+func closeFailing(t *testing.T, set *maptest.Set, v *extentmap.Volume, lost, n int) (reached bool) {
+	t.Helper()
+	set.FailWith(func(op maptest.Op) error {
+		if op.Drive != lost {
+			return nil
+		}
+		if n--; n >= 0 {
+			return nil
+		}
+		reached = true
+		return errBroken
+	})
+	require.NoError(t, v.Close())
+	set.FailWith(nil)
+	return reached
+}

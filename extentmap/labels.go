@@ -250,7 +250,8 @@ func (v *Volume) claim() error {
 	return v.renewLabels(nil, func(l *ondisk.Label) { l.Base, l.Clean = v.super.Epoch, false })
 }
 
-// nextEpoch draws the next epoch, which the labels do not name yet. Volume.labelMu.
+// nextEpoch draws the next epoch, which the labels do not name yet. No superblock names it either, so the volume is not
+// clean. Volume.labelMu.
 func (v *Volume) nextEpoch() error {
 	var nonce [8]byte
 	if _, err := io.ReadFull(v.o.Random, nonce[:]); err != nil {
@@ -259,6 +260,7 @@ func (v *Volume) nextEpoch() error {
 	v.common.Predecessor = v.common.Nonce
 	v.common.Nonce = binary.LittleEndian.Uint64(nonce[:]) | 1
 	v.common.Epoch++
+	v.common.Clean = false
 	return nil
 }
 

@@ -389,15 +389,32 @@ func (v *Volume) Close() error {
 	if !v.readOnly {
 		v.stopWorkers()
 		if err = v.err(); err == nil {
-			err = v.checkpoint(true)
-		}
-		if err == nil {
-			v.labelMu.Lock()
-			err = v.renewLabels(nil, func(l *ondisk.Label) { l.Base, l.Clean = l.Epoch, true })
-			v.labelMu.Unlock()
+			err = v.markClean()
 		}
 	}
 	return firstError(err, v.release())
+}
+
+// markClean checkpoints and has the labels say that the superblock knows all there is. A drive that is lost on the way
+// begins an epoch that this superblock does not name: then another checkpoint does.
+func (v *Volume) markClean() error {
+	for {
+		if err := v.checkpoint(true); err != nil {
+			return err
+		}
+		v.labelMu.Lock()
+		if v.common.Epoch == v.super.Epoch {
+			if err := v.renewLabels(nil, func(l *ondisk.Label) { l.Base, l.Clean = l.Epoch, true }); err != nil {
+				v.labelMu.Unlock()
+				return err
+			}
+		}
+		clean := v.common.Clean
+		v.labelMu.Unlock()
+		if clean {
+			return nil
+		}
+	}
 }
 
 // Abandon releases the drives without writing (kill -9 in tests). What waits for the committer fails.

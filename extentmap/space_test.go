@@ -2,6 +2,7 @@ package extentmap_test
 
 import (
 	"errors"
+	"math/bits"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -677,14 +678,15 @@ func TestHostileJournal(t *testing.T) {
 	require.Less(t, refused, 2000)
 }
 
-// readSuperblock finds the newest superblock of drive 0.
+// readSuperblock finds the newest superblock of a drive that a label gives the metadata role.
 func readSuperblock(t *testing.T, set *maptest.Set, l *ondisk.Label) *ondisk.Superblock {
 	t.Helper()
 	var best *ondisk.Superblock
 	b := make([]byte, ondisk.BlockBytes)
+	d := set.Drives()[bits.TrailingZeros64(l.Metadata)]
 	for unit := range uint64(ondisk.SuperblockSlots) {
 		unit += l.Region.SuperblockUnit
-		require.NoError(t, set.Drives()[0].ReadAt(b, int64(unit)*ondisk.BlockBytes))
+		require.NoError(t, d.ReadAt(b, int64(unit)*ondisk.BlockBytes))
 		if s, err := ondisk.DecodeSuperblock(b, unit, l.Volume); err == nil &&
 			(best == nil || s.Sequence > best.Sequence) {
 			best = s
