@@ -7,6 +7,7 @@ DESTDIR ?=
 FUZZTIME ?= 10s
 FLIPS   ?= 100000
 DEATHS  ?= 500
+STRESS  ?= 60
 VERSION := $(shell git describe --always --dirty 2>/dev/null || echo devel)
 # No cgo: the binary opens libcuda at run time, by way of the system's libc. Only the race detector needs a C compiler.
 RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
@@ -14,7 +15,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test crash space deaths check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib demo test crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -63,6 +64,13 @@ space:
 deaths:
 	set -o pipefail; TUTTIFS_DEATHS=$(DEATHS) $(GO) test -count=1 -timeout 4h -v -run '^TestDeaths$$' ./engine \
 		| grep -v '=== '
+
+# Races, STRESS seconds each, with the scheduler disturbed: other numbers of threads, other places to be interrupted.
+stress:
+	set -o pipefail; for n in 1 2 8; do for gc in 5 400; do GOMAXPROCS=$$n GOGC=$$gc TUTTIFS_STRESS_SECONDS=$(STRESS) \
+		CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 4h -v \
+		-run '^(TestMountRaces|TestReserveRaces|TestCommitRaces|TestReuseWaits.*|TestHeldCommands|TestRaces.*|TestLeasesWhilePolling)$$' \
+		./engine ./daemon ./gpufile | grep -v -e '=== ' -e ended: || exit 1; done; done
 
 # The tests as programs, for scripts/gpu-check.sh on a machine with a GPU and without Go.
 gpu-tests: scripts/need-go.sh

@@ -51,7 +51,6 @@ func TestDeaths(t *testing.T) {
 	// Processes whose parent was killed are this one's to wait for.
 	require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0))
 	defer func() { require.NoError(t, unix.Prctl(unix.PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)) }()
-	shm := sharedNames(t)
 	d := &deaths{t: t, v: newVolume(t), random: rand.New(rand.NewPCG(uint64(count), 7)), files: map[Key]fileState{},
 		tally: map[string]int{}}
 	defer d.killEverybody()
@@ -70,7 +69,6 @@ func TestDeaths(t *testing.T) {
 		d.pause()
 		d.settle(kind)
 		d.verify(kind)
-		require.Equal(t, shm, sharedNames(t), "shared memory with a name")
 		d.resume()
 	}
 	d.killEverybody()
@@ -387,6 +385,9 @@ func (d *deaths) journal(e *deathsEngine) {
 func (d *deaths) holds() (r resources) {
 	r.descriptors, r.shared = d.v.holds()
 	proc := fmt.Sprintf("/proc/%d/", d.v.cmd.Process.Pid)
+	memory, err := os.ReadFile(proc + "maps")
+	require.NoError(d.t, err)
+	require.NotContains(d.t, string(memory), "/dev/shm/", "memory with a name outlives its users")
 	tasks, err := os.ReadDir(proc + "task")
 	require.NoError(d.t, err)
 	r.threads = len(tasks)
@@ -533,18 +534,4 @@ func (d *deaths) compare(k *Key) {
 	}
 	require.True(d.t, bytes.Equal(want, got), "%x has other bytes", k[:16])
 	d.verified++
-}
-
-// sharedNames is what lies in /dev/shm.
-func sharedNames(t *testing.T) (names []string) {
-	entries, err := os.ReadDir("/dev/shm")
-	if !os.IsNotExist(err) {
-		require.NoError(t, err)
-	}
-	for _, e := range entries {
-		if strings.Contains(e.Name(), "tuttifs") {
-			names = append(names, e.Name())
-		}
-	}
-	return names
 }

@@ -1,0 +1,38 @@
+package main
+
+import (
+	"fmt"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// TestUmountUnderAnEngine: an engine keeps its mount; who unmounts is told which process it is and what to do. Detached,
+// the engine goes on, and the daemon ends with it and leaves a clean volume.
+func TestUmountUnderAnEngine(t *testing.T) {
+	paths := formatted(t, 1, "256m")
+	dir := mounted(t, paths[0])
+	engine := started(t, smallTrace(t, 500), dir)
+	pid := daemonPID(t, dir)
+	committed := func() uint64 {
+		return decode[statusDocument](t, tuttifs(t, "status", "--json", dir)).Total.Committed
+	}
+	refused(t, 1, fmt.Sprintf("pid %d); close these or use 'tuttifs umount -l'", engine.Process.Pid), "umount", dir)
+	before := committed()
+	require.Eventually(t, func() bool { return committed() > before }, time.Minute, 20*time.Millisecond,
+		"the engine has noticed nothing")
+
+	tuttifs(t, "umount", "-l", dir)
+	_, still := findMount(dir)
+	require.False(t, still)
+	refused(t, 1, "not a tuttifs mount", "umount", dir)
+	time.Sleep(100 * time.Millisecond)
+	require.NoError(t, syscall.Kill(pid, 0), "the daemon serves its engine")
+	require.NoError(t, engine.Process.Signal(syscall.Signal(0)))
+	require.NoError(t, engine.Process.Kill())
+	require.Error(t, engine.Wait())
+	waitGone(t, pid)
+	tuttifs(t, "fsck", "-n", "--data", paths[0])
+}
