@@ -339,11 +339,13 @@ func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	entries := uint64(r.Lanes) * uint64(len(m.drives)) * uint64(r.Depth)
 	total := m.arena + queues + r.DMABytes + entries*entryCost
 	c.mu.Lock()
-	if total > c.o.SharedBytesMax-c.sharedBytes {
+	u := c.usageOf(m.uid)
+	if total > c.o.SharedBytesMax-c.sharedBytes || u.sharedBytes+total > c.most(c.o.SharedBytesMax) {
 		c.mu.Unlock()
-		return nil, fmt.Errorf("%w: %d bytes more than all processes together may have", ioctl.ENOMEM, total)
+		return nil, fmt.Errorf("%w: %d bytes more than all processes together, or one user's, may have", ioctl.ENOMEM, total)
 	}
 	c.sharedBytes += total
+	u.sharedBytes += total
 	c.mu.Unlock()
 	s, fds, err := makeShared(m.memoryName(), m.arena, queues, r.DMABytes)
 	s.total, s.lanes, s.depth = total, r.Lanes, r.Depth

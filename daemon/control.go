@@ -26,7 +26,7 @@ type ControlOptions struct {
 	// the user's own.
 	SocketDir string
 	// Shared lets other users' engines reach the socket (mounts with allow_other); tokens and credentials are checked
-	// either way.
+	// either way. One user then has at most half of the sessions, processes, handles and shared memory.
 	Shared bool
 
 	MaxSessions int // sessions of engines alive at once, 256, which is the most
@@ -145,8 +145,40 @@ type Control struct {
 	evictions   int // under way
 	connections map[*net.UnixConn]struct{}
 	strangers   map[uint32]int // connections that have not attached, by user
+	users       map[uint32]*usage
 
 	scratch sync.Pool // of *scratch
+}
+
+// usage is what one user has of what is limited.
+type usage struct {
+	handles, members, sessions int
+	sharedBytes                uint64
+}
+
+// usageOf is a user's usage, to be changed by who holds mu and given to settle afterwards.
+func (c *Control) usageOf(uid uint32) *usage {
+	u := c.users[uid]
+	if u == nil {
+		u = &usage{}
+		c.users[uid] = u
+	}
+	return u
+}
+
+// settle forgets a user who has nothing any more. The caller holds mu.
+func (c *Control) settle(uid uint32) {
+	if u := c.users[uid]; u != nil && *u == (usage{}) {
+		delete(c.users, uid)
+	}
+}
+
+// most is how much one user may have of what all together may have most of.
+func (c *Control) most(all uint64) uint64 {
+	if c.o.Shared {
+		return max(all/2, 1)
+	}
+	return all
 }
 
 // handle is one open file of the mount that takes ioctls.
@@ -170,7 +202,8 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 	info := v.Info()
 	c := &Control{o: o, store: store, nonce: info.Nonce, uuid: info.UUID, stop: make(chan struct{}),
 		handles: map[uint64]*handle{}, members: map[uint32]*member{}, sessions: map[uint32]*session{},
-		connections: map[*net.UnixConn]struct{}{}, strangers: map[uint32]int{}}
+		connections: map[*net.UnixConn]struct{}{}, strangers: map[uint32]int{},
+		users: map[uint32]*usage{}}
 	c.scratch.New = func() any { return new(scratch) }
 	for _, d := range info.Drives {
 		if d.State == extentmap.DriveLost {
@@ -254,9 +287,12 @@ func (c *Control) Controllers() map[uint16]*emu.Controller {
 func (c *Control) Open(_ uint32, uid, _ uint32, writable bool) uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.closed || len(c.handles) >= c.o.MaxHandles {
+	defer c.settle(uid)
+	u := c.usageOf(uid)
+	if c.closed || len(c.handles) >= c.o.MaxHandles || uint64(u.handles) >= c.most(uint64(c.o.MaxHandles)) {
 		return 0
 	}
+	u.handles++
 	c.nextHandle++
 	h := &handle{id: c.nextHandle, uid: uid, writable: writable}
 	h.tickets.max = c.o.Tickets
@@ -268,7 +304,11 @@ func (c *Control) Open(_ uint32, uid, _ uint32, writable bool) uint64 {
 func (c *Control) Close(id uint64) {
 	c.mu.Lock()
 	h := c.handles[id]
-	delete(c.handles, id)
+	if h != nil {
+		delete(c.handles, id)
+		c.usageOf(h.uid).handles--
+		c.settle(h.uid)
+	}
 	c.mu.Unlock()
 	if h == nil {
 		return

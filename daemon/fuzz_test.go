@@ -150,7 +150,8 @@ func FuzzAttach(f *testing.F) {
 
 // FuzzDriveRequests sends anything to the drives' socket: it is answered in JSON, and the volume goes on.
 func FuzzDriveRequests(f *testing.F) {
-	for _, s := range []string{`{"version":1,"verb":"add","path":"relative"}`, `{"version":1,"verb":"scrub","rate":1000000}`,
+	for _, s := range []string{`{"version":1,"verb":"add","path":"relative"}`,
+		`{"version":1,"verb":"scrub","rate":1000000}`,
 		`{"version":1,"verb":"replace","index":9,"path":"/nowhere"}`, `{"version":1,"verb":"forget","index":65535}`,
 		`{"version":2}`, `{"version":1,"verb":"add","path":"/nowhere","force":true}`, `[]`, `{`, "\x00", `{"rate":-1}`, ``} {
 		f.Add([]byte(s))

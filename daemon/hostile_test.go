@@ -87,10 +87,10 @@ func (fileDrive) Bytes() []byte    { return nil }
 // secret fills the victim's files and memory, and is nowhere else.
 var secret = bytes.Repeat([]byte("the victim's bytes; "), 205)[:4096]
 
-// TestHostileEngine (invariant f): an engine sends any commands, with lists that change meanwhile. Nothing changes on the
-// drives outside the slots that it has reserved, nor in another session's memory; nothing of what others have stored,
-// or what was in its reserved slots before, comes into its memory; others are served meanwhile, and nothing of it is
-// left when it has gone.
+// TestHostileEngine (invariant f): an engine sends any commands, with lists that change meanwhile. Nothing changes on
+// the drives outside the slots that it has reserved, nor in another session's memory; nothing of what others have
+// stored, or what was in its reserved slots before, comes into its memory; others are served meanwhile, and nothing of
+// it is left when it has gone.
 func TestHostileEngine(t *testing.T) {
 	for name, wrap := range map[string]func(d drive.Drive) drive.Drive{
 		"copied": func(d drive.Drive) drive.Drive { return d },
@@ -214,7 +214,8 @@ func hostileEngine(t *testing.T, wrap func(d drive.Drive) drive.Drive) {
 }
 
 // hostileCommand is a command that is nearly right, or not at all.
-func hostileCommand(rng *rand.Rand, a *ioctl.Attachment, d uint16, own, victim []ioctl.Extent, size int64) (e nvme.SQE) {
+func hostileCommand(rng *rand.Rand, a *ioctl.Attachment, d uint16, own, victim []ioctl.Extent,
+	size int64) (e nvme.SQE) {
 	perUnit := 4096 / uint64(a.Reply.LBABytes[d])
 	unit, units := rng.Uint64N(uint64(size)/4096), 1+rng.Uint32N(16)
 	if among := [][]ioctl.Extent{own, victim, nil}[rng.IntN(3)]; among != nil {

@@ -55,6 +55,7 @@ type member struct {
 
 // session is what the processes of one session have together.
 type session struct {
+	uid     uint32 // who made it; root may join
 	members int
 	share   *emu.Share
 }
@@ -93,8 +94,10 @@ func (c *Control) newMember(h *handle, tid uint32, leases *gpufile.Member, arena
 	m := &member{c: c, uid: h.uid, leases: leases, proc: proc, since: time.Now(), arena: arena,
 		ended: make(chan struct{})}
 	c.mu.Lock()
-	s := c.sessions[leases.SessionID()]
-	if c.closed || len(c.members) >= c.o.MaxMembers || s == nil && len(c.sessions) >= c.o.MaxSessions {
+	s, u := c.sessions[leases.SessionID()], c.usageOf(h.uid)
+	if c.closed || len(c.members) >= c.o.MaxMembers || uint64(u.members) >= c.most(uint64(c.o.MaxMembers)) ||
+		s == nil && (len(c.sessions) >= c.o.MaxSessions || uint64(u.sessions) >= c.most(uint64(c.o.MaxSessions))) {
+		c.settle(h.uid)
 		c.mu.Unlock()
 		proc.close()
 		leases.Close()
@@ -104,10 +107,12 @@ func (c *Control) newMember(h *handle, tid uint32, leases *gpufile.Member, arena
 	m.id = c.nextMember
 	c.members[m.id] = m
 	if s == nil {
-		s = &session{share: emu.NewShare()}
+		s = &session{uid: h.uid, share: emu.NewShare()}
 		c.sessions[leases.SessionID()] = s
+		u.sessions++
 	}
 	s.members++
+	u.members++
 	m.share = s.share
 	c.mu.Unlock()
 	if proc != nil {
@@ -159,11 +164,16 @@ func (m *member) takeDown(why string) {
 
 	m.c.mu.Lock()
 	delete(m.c.members, m.id)
-	s := m.c.sessions[m.leases.SessionID()]
+	s, u := m.c.sessions[m.leases.SessionID()], m.c.usageOf(m.uid)
 	if s.members--; s.members == 0 {
 		delete(m.c.sessions, m.leases.SessionID())
+		m.c.usageOf(s.uid).sessions--
+		m.c.settle(s.uid)
 	}
+	u.members--
 	m.c.sharedBytes -= total
+	u.sharedBytes -= total
+	m.c.settle(m.uid)
 	m.c.mu.Unlock()
 	close(m.ended)
 }

@@ -163,6 +163,46 @@ func TestBounds(t *testing.T) {
 	require.Equal(t, 64, o.MaxMembers)
 }
 
+// TestOneUserLeavesRoom: on a mount that several users may enter, one has at most half of everything, and has it
+// again when it is given back.
+func TestOneUserLeavesRoom(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true},
+		ControlOptions{Shared: true, MaxSessions: 4, MaxMembers: 6, MaxHandles: 12, SharedBytesMax: 8 << 20})
+	first := w.open(true)
+	s, a := first.session(ioctl.AttachOptions{})
+	second := w.open(true)
+	require.Zero(t, issue(second, ioctl.CmdSessionCreate, &ioctl.Session{}, 0))
+	third := w.open(true)
+	require.Equal(t, ioctl.EMFILE, issue(third, ioctl.CmdSessionCreate, &ioctl.Session{}, 0), "sessions")
+	large := ioctl.Session{Token: s.Token, ArenaBytes: 3 << 20}
+	require.Zero(t, issue(third, ioctl.CmdSessionJoin, &large, 0))
+	_, err := large.Attach(ioctl.AttachOptions{})
+	require.ErrorIs(t, err, ioctl.ENOMEM, "its memory")
+	members := func(n int) {
+		t.Helper()
+		require.Eventually(t, func() bool { return len(w.control.Members()) == n }, 10*time.Second, time.Millisecond)
+	}
+	members(2)
+	fourth := w.open(true)
+	require.Zero(t, issue(fourth, ioctl.CmdSessionJoin, &ioctl.Session{Token: s.Token}, 0))
+	fifth := w.open(true)
+	require.Equal(t, ioctl.EMFILE, issue(fifth, ioctl.CmdSessionJoin, &ioctl.Session{Token: s.Token}, 0), "processes")
+	w.open(true)
+	require.Zero(t, w.control.Open(fifth.pid, uint32(os.Geteuid()), 0, true), "handles")
+
+	const other = 12345
+	handle := w.control.Open(fifth.pid, other, 0, true)
+	require.NotZero(t, handle)
+	require.Zero(t, issue(&client{w: w, handle: handle, pid: fifth.pid}, ioctl.CmdSessionCreate, &ioctl.Session{}, 0))
+	w.control.Close(handle)
+	require.NoError(t, a.Close())
+	members(2)
+	require.Zero(t, issue(fifth, ioctl.CmdSessionJoin, &ioctl.Session{Token: s.Token}, 0), "again")
+	w.control.mu.Lock()
+	defer w.control.mu.Unlock()
+	require.Equal(t, map[uint32]*usage{uint32(os.Geteuid()): {handles: 6, members: 3, sessions: 2}}, w.control.users)
+}
+
 // TestSessionsOfEnginesAreCounted: sessions that the mount makes for files that are copied in take no engine's place,
 // and an engine's ends with its last process.
 func TestSessionsOfEnginesAreCounted(t *testing.T) {

@@ -103,8 +103,8 @@ func helpFill(_ *testing.T, arg string) error {
 		return err
 	}
 	defer x.mount.Close()
-	x.session, err = x.mount.NewSession(library.SessionOptions{Lanes: 1, Depth: 32, DMABytes: 1 << 20, ArenaBytes: 64 << 10,
-		Deadline: time.Minute})
+	x.session, err = x.mount.NewSession(library.SessionOptions{Lanes: 1, Depth: 32, DMABytes: 1 << 20,
+		ArenaBytes: 64 << 10, Deadline: time.Minute})
 	if err != nil {
 		return err
 	}
@@ -318,7 +318,8 @@ func (x *spaceTest) order(of func(engine int) string) (sum spaceReport) {
 	return sum
 }
 
-// watch looks at the daemon's own figures all the time, until stopped: they hold at any moment, not only between orders.
+// watch looks at the daemon's own figures all the time, until stopped: they hold at any moment, not only between
+// orders.
 func (x *spaceTest) watch() (stop func()) {
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)

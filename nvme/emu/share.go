@@ -1,8 +1,8 @@
 package emu
 
 // Commands that are in system calls each take a thread, executors decide how many there are, and the Go runtime ends a
-// process that has ten thousand. So all pollers together have blockingMax, of which each session has ShareOwn for itself
-// and may hold ShareMax: whatever others do, and however many drives do not answer them, a session's commands go on.
+// process that has ten thousand. So all pollers together have blockingMax. Of these each session has ShareOwn for
+// itself, and may hold ShareMax: whatever others do, and however many drives do not answer them, it goes on.
 const (
 	blockingMax = 2048
 	// SharesMax is how many Shares there may be at a time.

@@ -123,7 +123,7 @@ func TestThreadsAreBounded(t *testing.T) {
 	require.EqualValues(t, 10, d.waiting.Load())
 }
 
-// TestShares: sessions whose drives do not answer hold what one may have and what all together may have, and leave
+// TestShares: sessions whose drives do not answer hold what one may have, and what all together may have, and leave
 // every other its own.
 func TestShares(t *testing.T) {
 	was := blocking
@@ -166,8 +166,8 @@ func TestShares(t *testing.T) {
 	require.Zero(t, len(blocking)+len(first.own)+len(first.borrowed)+len(second.own)+len(second.borrowed))
 }
 
-// TestStuckDriveLeavesWorkers: a drive that does not answer, with any number of commands, keeps one poller from no other
-// drive.
+// TestStuckDriveLeavesWorkers: a drive that does not answer, with any number of commands, keeps one poller from no
+// other drive.
 func TestStuckDriveLeavesWorkers(t *testing.T) {
 	stuck := &stuckDrive{Drive: memoryDrive(t, 1<<20), gate: make(chan struct{})}
 	release := sync.OnceFunc(func() { close(stuck.gate) })
