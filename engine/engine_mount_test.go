@@ -67,7 +67,11 @@ func newVolume(t *testing.T) *volume {
 	if _, err := os.Stat("/dev/fuse"); err != nil {
 		t.Skip("no /dev/fuse")
 	}
-	v := &volume{t: t, dir: t.TempDir()}
+	// t.TempDir has the test's name in it, and a socket's path has 107 bytes at most.
+	dir, err := os.MkdirTemp("", "tuttifs")
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
+	v := &volume{t: t, dir: dir}
 	require.NoError(t, os.Mkdir(v.mount(), 0o755))
 	require.NoError(t, os.Mkdir(filepath.Join(v.dir, "run"), 0o700))
 	var drives []drive.Drive
@@ -78,7 +82,7 @@ func newVolume(t *testing.T) *volume {
 		require.NoError(t, err)
 		drives = append(drives, d)
 	}
-	_, err := extentmap.Format(drives, extentmap.FormatOptions{Label: "engine"})
+	_, err = extentmap.Format(drives, extentmap.FormatOptions{Label: "engine"})
 	require.NoError(t, err)
 	for _, d := range drives {
 		require.NoError(t, d.Close())

@@ -65,6 +65,9 @@ def arguments():
     a.layout = a.layout or ("blocks-first" if a.cpu else "kv-first")
     a.cached = [int(x) for x in a.cached.split(",")]
     a.modes = a.modes.split(",")
+    unknown = set(a.modes) - {"hbm", "tuttifs", "dram", "dram-batch"}
+    if unknown:
+        p.error(f"--modes: {', '.join(sorted(unknown))}: not one of hbm, tuttifs, dram, dram-batch")
     a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8))
     if a.cpu:
         a.modes = [m for m in a.modes if not m.startswith("dram")]

@@ -22,7 +22,7 @@ type gpuRegistration struct {
 	Tensors       uint64  `json:"tensors"`
 	TensorBytes   int     `json:"tensor_bytes"`
 	PoolBytes     uint64  `json:"pool_bytes"`      // of all tensors
-	SpanBytes     uint64  `json:"allocated_bytes"` // less, where memory is short: tensors overlap
+	SpanBytes     uint64  `json:"allocated_bytes"` // all classes share it
 	Seconds       float64 `json:"seconds"`
 	PerTensor     float64 `json:"device_bytes_per_tensor"`
 	DeviceBytes   uint64  `json:"device_bytes"`
@@ -36,7 +36,6 @@ type gpuRegistration struct {
 const (
 	registerClasses = 60
 	registerTensor  = 128 << 10
-	registerSpan    = 8 << 30 // most that is allocated for it
 )
 
 // register measures the registration of very many tensors.
@@ -83,12 +82,9 @@ func (b *gpuBench) registerIn(r *gpuRig, row *gpuRegistration) (err error) {
 	if err != nil {
 		return err
 	}
-	// Every class has a part of what is allocated, in which its tensors overlap if that is too small.
-	row.SpanBytes = min(row.PoolBytes, registerSpan, free/2)
-	part := row.SpanBytes / registerClasses &^ 4095
-	stride := uint64(registerTensor)
-	if part < blocks*registerTensor {
-		stride = (part - registerTensor) / blocks &^ 4095
+	// All classes have the same memory: a whole pool of so many tensors would not fit the GPU.
+	if row.SpanBytes = blocks * registerTensor; row.SpanBytes > free/2 {
+		return fmt.Errorf("%s of device memory are needed, %s are free", humanBytes(row.SpanBytes), humanBytes(free))
 	}
 	memory := deviceMemory{gpu: b.gpu}
 	defer func() { err = errors.Join(err, memory.free()) }()
@@ -97,9 +93,9 @@ func (b *gpuBench) registerIn(r *gpuRig, row *gpuRegistration) (err error) {
 		return err
 	}
 	paged := gio.Paged{Blocks: blocks}
-	for class := range uint64(registerClasses) {
+	for range registerClasses {
 		paged.Classes = append(paged.Classes, []cuda.StridedRun{
-			{Base: uint64(base) + class*part, Stride: stride, Bytes: registerTensor}})
+			{Base: uint64(base), Stride: registerTensor, Bytes: registerTensor}})
 	}
 	if row.FreeBefore, _, err = context.MemInfo(); err != nil {
 		return err
