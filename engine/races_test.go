@@ -73,7 +73,8 @@ func TestMountRaces(t *testing.T) {
 		})
 	}
 	wg.Go(func() {
-		for r := rand.New(rand.NewPCG(9, 9)); time.Now().Before(end); time.Sleep(time.Duration(r.IntN(20)) * time.Millisecond) {
+		for r := rand.New(rand.NewPCG(9, 9)); time.Now().Before(end); {
+			time.Sleep(time.Duration(r.IntN(20)) * time.Millisecond)
 			keys, _ := chain(uint64(r.IntN(raceChains))+1, 3)
 			err := os.Remove(keyPath(v.dir, &keys[r.IntN(3)]))
 			if err == nil {
