@@ -56,7 +56,7 @@ test: check ptx-check build
 crash:
 	TUTTIFS_CRASH_CUTS=1000000 $(GO) test -timeout 4h -v -run TestCrashPoints ./gpufile | grep -v -e '^=== ' -e '--- PASS'
 
-# Eight engines store five hundred times what a volume holds: some minutes.
+# Eight engines store five hundred times what a volume holds: three minutes and more.
 space:
 	TUTTIFS_SPACE_TIMES=500 $(GO) test -count=1 -timeout 4h -v -run 'TestSpace$$' ./daemon | grep -v -e '^=== ' -e ended:
 
