@@ -170,8 +170,8 @@ func (l *late) status(cid uint16, q nvme.QueueMemory) (st nvme.Status) {
 	return st
 }
 
-// TestReuseWaitsForReaders (invariants f, j): a file is removed, and its pin released, while a read of it is on its way.
-// It is a miss at once; its slot is another's only when the read has ended, which brings its own bytes.
+// TestReuseWaitsForReaders (invariants f, j): a file is removed, and its pin released, while a read of it is on its
+// way. It is a miss at once; its slot is another's only when the read has ended, which brings its own bytes.
 func TestReuseWaitsForReaders(t *testing.T) {
 	l := newLate(t)
 	l.stored(0xaa)
@@ -315,7 +315,8 @@ func racers(t *testing.T, w *world) (engines [2][2]*racer, pool ioctl.Target) {
 		c := w.open(true)
 		s, a := c.session(ioctl.AttachOptions{})
 		d := w.open(true)
-		engines[e] = [2]*racer{{c, a, rand.New(rand.NewPCG(uint64(e), 1))}, {d, d.join(s), rand.New(rand.NewPCG(uint64(e), 2))}}
+		seeded := func(n uint64) *rand.Rand { return rand.New(rand.NewPCG(uint64(e), n)) }
+		engines[e] = [2]*racer{{c, a, seeded(1)}, {d, d.join(s), seeded(2)}}
 		id := testIdentity("full")
 		id.TP = 2
 		for _, x := range engines[e] {

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestUmountUnderAnEngine: an engine keeps its mount; who unmounts is told which process it is and what to do. Detached,
+// TestUmountUnderAnEngine: an engine keeps its mount; who unmounts is told which process it is and what to do. With -l
 // the engine goes on, and the daemon ends with it and leaves a clean volume.
 func TestUmountUnderAnEngine(t *testing.T) {
 	paths := formatted(t, 1, "256m")
