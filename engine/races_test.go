@@ -31,8 +31,8 @@ type raceUser struct {
 func (u *raceUser) id() uint64 { u.next++; return u.next }
 
 // TestMountRaces (invariants a, b, f, j, m): engines store the same few chains in a pool that is too small for them,
-// and restore them, while files are removed, evicted, and reservations aborted. Every object that is read without an error
-// has its own bytes. Some engines release their pins while the read is on its way.
+// and restore them, while files are removed, evicted, and reservations aborted. Every object that is read without an
+// error has its own bytes. Some engines release their pins while the read is on its way.
 func TestMountRaces(t *testing.T) {
 	length := 2 * time.Second
 	if s := os.Getenv("TUTTIFS_STRESS_SECONDS"); s != "" {
