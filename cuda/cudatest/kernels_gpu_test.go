@@ -127,7 +127,9 @@ func (g *gpu) benchMoves(size uint32) *benchMoves {
 		table[i] = cuda.KernelRun{Address: targets + uint64(place)*uint64(size/2), Bytes: size / 2}
 	}
 	regions := make([]cuda.KernelRegion, 2)
-	regions[1] = cuda.KernelRegion{Base: upload(g, table), Limit: uint64(len(table)), Kind: cuda.RegionTable, Generation: 1}
+	regions[1] = cuda.KernelRegion{
+		Base: upload(g, table), Limit: uint64(len(table)), Kind: cuda.RegionTable, Generation: 1,
+	}
 	tables := cuda.KernelTables{
 		Objects:     upload(g, []cuda.KernelObject{{Bytes: size, Units: uint16(size / unitBytes)}}),
 		ObjectCount: 1, Regions: upload(g, regions), Width: 1, SlotsPerRow: 1,
