@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ class RamVolume:
         self.drive_bytes = -(-drive_bytes // (1 << 20)) << 20
 
     def __enter__(self):
+        for s in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no mount is left behind
+            signal.signal(s, lambda number, _: sys.exit(128 + number))
         try:
             os.mkdir(self.mount)
             os.mkdir(os.path.join(self.dir, "run"), 0o700)
