@@ -47,9 +47,18 @@ func (c *checker) claimRow(r *row) bool {
 			return false
 		}
 	}
-	if c.label.Metadata&(c.label.Metadata-1) != 0 && r.Tables[0].Drive() == r.Tables[1].Drive() &&
-		r.Tables[0] != ondisk.NoLocator {
-		return !c.badRow(nil, NoBlock, "%s: both record tables are on drive %d", name, r.Tables[0].Drive())
+	if r.Tables[0] == ondisk.NoLocator || r.Tables[1] == ondisk.NoLocator ||
+		r.Tables[0].Drive() != r.Tables[1].Drive() {
+		return true
+	}
+	if r.Tables[0] == r.Tables[1] {
+		return !c.badRow(nil, NoBlock, "%s: both record tables are on drive %d, in one place", name,
+			r.Tables[0].Drive())
+	}
+	if c.label.Metadata&(c.label.Metadata-1) != 0 {
+		// As it is after other drives were lost, until a checkpoint finds room on one that came back.
+		c.volume(warningf("row", "the next checkpoint with room elsewhere moves one",
+			"%s: both record tables are on drive %d", name, r.Tables[0].Drive()))
 	}
 	return true
 }
