@@ -88,7 +88,7 @@ func CheckMountPoint(dir string) error {
 		err = unix.Stat(dir, &st)
 	}
 	switch {
-	case errors.Is(err, unix.ENOTCONN):
+	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED):
 		return fmt.Errorf("%s is a mount whose daemon has died: 'umount -l %s' clears it", dir, dir)
 	case err != nil:
 		return fmt.Errorf("%s: %w", dir, err)

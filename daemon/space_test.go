@@ -160,22 +160,39 @@ func (x *filler) obey(r *spaceReport, verb, pool string, chains int) (err error)
 			}
 		}
 	case "sample":
-		if err := unix.Statfs(x.path, &r.Statfs); err != nil {
-			return err
-		}
-		again, err := library.Open(x.path)
-		if err != nil {
-			return err
-		}
-		defer again.Close()
-		r.Hello = again.Hello()
-		for name, p := range x.pools {
-			if r.Stats[name], err = p.Stats(); err != nil {
+		// A checkpoint may change the space that the volume keeps for itself, so a sample counts when nothing moved.
+		for range 100 {
+			if err := x.sample(r); err != nil {
 				return err
 			}
+			var after unix.Statfs_t
+			if err := unix.Statfs(x.path, &after); err != nil || after == r.Statfs {
+				return err
+			}
+			time.Sleep(20 * time.Millisecond)
 		}
+		return errors.New("df does not come to rest")
 	}
 	return err
+}
+
+// sample asks df, the volume and the pools.
+func (x *filler) sample(r *spaceReport) error {
+	if err := unix.Statfs(x.path, &r.Statfs); err != nil {
+		return err
+	}
+	again, err := library.Open(x.path)
+	if err != nil {
+		return err
+	}
+	defer again.Close()
+	r.Hello = again.Hello()
+	for name, p := range x.pools {
+		if r.Stats[name], err = p.Stats(); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // store stores one chain of new files.

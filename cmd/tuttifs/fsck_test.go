@@ -219,7 +219,7 @@ func TestFsckBusy(t *testing.T) {
 	require.Contains(t, stdout, "consistent, not unmounted")
 	overwrite(t, paths[0], 4<<20-4096)
 	code, stdout, _ = runInProcess(t, "tuttifs", "fsck", "-n", paths[1])
-	require.Equal(t, 4, code)
+	require.Zero(t, code, "a label that is being written may be torn: %s", stdout)
 	require.Equal(t, 1, strings.Count(stdout, "second copy is bad"), "only the last run counts: %s", stdout)
 	require.NoError(t, v.Close())
 	code, stdout, _ = runInProcess(t, "tuttifs", "fsck", paths[1])

@@ -15,7 +15,7 @@ import (
 func readStatus(dir, name string, v any) error {
 	b, err := os.ReadFile(filepath.Join(dir, ".tuttifs", name))
 	switch {
-	case errors.Is(err, unix.ENOTCONN):
+	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED):
 		return fmt.Errorf("%s: the daemon of this mount has died: 'umount -l %s' clears it", dir, dir)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
 		return fmt.Errorf("%s is not a tuttifs mount: %w", dir, err)

@@ -91,6 +91,9 @@ func (f *Fake) serve(s *stream) {
 			f.Break(r)
 		}
 		if o.mark != nil {
+			s.mu.Lock()
+			s.running = false // whom the mark wakes finds the stream at rest, if nothing follows
+			s.mu.Unlock()
 			o.mark.at = time.Now()
 			close(o.mark.done)
 		}
