@@ -1,6 +1,7 @@
 package check_test
 
 import (
+	"bytes"
 	"context"
 	"math/rand/v2"
 	"strings"
@@ -405,6 +406,44 @@ func TestOddities(t *testing.T) {
 			require.Contains(t, said, message)
 		})
 	}
+}
+
+// TestTablesOnOneDrive: after other drives were lost both record tables of a row may lie on one drive, apart from each
+// other. That is legal: said, and neither an error nor a reason to give the row up.
+func TestTablesOnOneDrive(t *testing.T) {
+	images := usedImages(t)
+	original := dataOf(t, images)
+	p := parse(t, images)
+	row := &p.rows[0]
+	l, blocks := label(t, images[0]), tableBlocks(t, images, *row)
+	first, from := row.Tables[0], row.Tables[1]
+	require.NotEqual(t, first.Drive(), from.Drive())
+	// Tables fill a segment from its beginning: its end is free.
+	segment := uint64(l.Region.SegmentUnits)
+	end := first.Unit() - (first.Unit()-l.Region.SegmentUnit)%segment + segment
+	to := ondisk.Locate(first.Drive(), end-blocks)
+	tag, id := ondisk.VolumeTag(l.Volume), ondisk.TableID{Pool: row.Pool, Row: row.Number}
+	for i := range blocks {
+		b := unitOf(images[to.Drive()], to.Unit()+i)
+		require.Zero(t, bytes.Count(b, []byte{0})-len(b), "the place is free")
+		copy(b, unitOf(images[from.Drive()], from.Unit()+i))
+		id.Block = uint32(i)
+		sequence, err := ondisk.OpenTable(b, from+ondisk.Locator(i), tag, id)
+		require.NoError(t, err)
+		ondisk.SealTable(b, to+ondisk.Locator(i), tag, sequence, id)
+	}
+	row.Tables[1] = to
+	setCatalog(t, images, p.encode())
+
+	result, list, err := run(t, maptest.FromImages(images).Drives(), check.Options{Data: true})
+	require.NoError(t, err)
+	require.Empty(t, list.of(check.Error))
+	require.Len(t, list.of(check.Warning), 1)
+	require.Contains(t, list.of(check.Warning)[0].Message, "both record tables are on drive")
+	require.EqualValues(t, len(original.files), result.Files)
+	require.Equal(t, original, dataOf(t, images), "it mounts")
+	_, _, is := repaired(t, maptest.FromImages(images), check.Options{Data: true, Repair: yes})
+	require.Equal(t, original, is, "no repair gives the row up")
 }
 
 func TestCycle(t *testing.T) {
