@@ -243,9 +243,10 @@ func TestHeldCommands(t *testing.T) {
 			l.given()
 			l.fill(0xcc)
 			free.Store(true)
-			require.False(t, l.status(1, q).OK())
+			status := l.status(1, q)
 			require.Equal(t, byte(0x11), l.memory(), "another tenant's bytes")
 			require.Equal(t, byte(0xcc), l.onDrive(), "into another tenant's slot")
+			require.False(t, status.OK())
 		})
 	}
 }

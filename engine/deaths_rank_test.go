@@ -145,12 +145,18 @@ func (u *user) writeRank(rank uint16, keys []Key, grants []Grant) error {
 
 // readRank reads one rank's part of pinned files and compares every byte.
 func (u *user) readRank(rank uint16, keys []Key, grants []Grant) error {
+	return u.readLayers(rank, keys, grants, func(uint16) {})
+}
+
+// readLayers is readRank with something to do before each layer.
+func (u *user) readLayers(rank uint16, keys []Key, grants []Grant, before func(layer uint16)) error {
 	l, err := u.session.Ring().OpenLayers(u.pool.Map(), rank, slotsOf(grants))
 	if err != nil {
 		return err
 	}
 	defer l.Close()
 	return u.eachLayer(rank, len(keys), func(layer uint16, desc []uint64, object func(i, j int) (uint16, []byte)) error {
+		before(layer)
 		ticket, err := l.RetrieveLayer(layer, desc)
 		if err != nil {
 			return err

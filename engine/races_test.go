@@ -142,16 +142,20 @@ func (u *raceUser) readRace(keys []Key, early bool, whole, late *atomic.Int64) {
 	if n == 0 {
 		return
 	}
+	// Its pin goes beside the first reads, and others have some time to take the slots before the next ones.
 	released := make(chan error, 1)
-	pause := time.Duration(0)
+	pause := time.Duration(u.r.IntN(500)) * time.Microsecond
 	if early {
-		pause = time.Duration(u.r.IntN(2000)) * time.Microsecond
 		go func() {
 			time.Sleep(pause)
 			released <- u.pool.Release(id)
 		}()
 	}
-	err = u.readRank(uint16(u.r.IntN(2)), keys[:n], grants[:n])
+	err = u.readLayers(uint16(u.r.IntN(2)), keys[:n], grants[:n], func(layer uint16) {
+		if early && layer > 0 {
+			time.Sleep(20 * pause)
+		}
+	})
 	if !early {
 		released <- u.pool.Release(id)
 	}

@@ -34,5 +34,8 @@ func TestUmountUnderAnEngine(t *testing.T) {
 	require.NoError(t, engine.Process.Kill())
 	require.Error(t, engine.Wait())
 	waitGone(t, pid)
+	label, err := readLabel(paths[0])
+	require.NoError(t, err)
+	require.True(t, label.Clean, "its last engine's end is the volume's unmount")
 	tuttifs(t, "fsck", "-n", "--data", paths[0])
 }
