@@ -86,7 +86,7 @@ func (c *Controller) timeReads(b Backend) (time.Duration, error) {
 		return 0, err
 	}
 	cfg := c.cfg
-	cfg.Model, cfg.SGL, cfg.InOrder, cfg.MDTS = nil, true, false, MDTSDefault
+	cfg.Medium, cfg.SGL, cfg.InOrder, cfg.MDTS = nil, true, false, MDTSDefault
 	private, err := New(cfg)
 	if err != nil {
 		return 0, err

@@ -34,7 +34,8 @@ type command struct {
 	grants   []Access // what the authority granted, to be completed exactly once
 	ranges   []byteRange
 	fault    Fault
-	due      time.Time // while in the timers
+	due      time.Time // of what is in the timers, and of what is paced
+	paced    bool      // a modelled drive says when it completes
 	moved    bool      // the transfer is over; only the completion is waited for
 	done     bool      // in-order queues: may be published
 	lost     bool      // in-order queues: never published
@@ -53,7 +54,7 @@ type byteRange struct{ off, n int64 }
 func (c *command) reset() {
 	c.next, c.status, c.fua, c.fault = nil, nvme.Success, false, Fault{}
 	c.grants, c.ranges = c.grants[:0], c.ranges[:0]
-	c.moved, c.done, c.lost, c.conflict, c.refused = false, false, false, false, false
+	c.moved, c.paced, c.done, c.lost, c.conflict, c.refused = false, false, false, false, false, false
 	c.progress, c.first, c.off, c.n, c.result = 0, 0, 0, 0, 0
 	c.data.reset()
 }

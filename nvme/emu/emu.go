@@ -19,6 +19,7 @@ import (
 	"sync/atomic"
 
 	"tuttifs/drive"
+	"tuttifs/drivemodel"
 	"tuttifs/nvme"
 )
 
@@ -75,7 +76,9 @@ type Config struct {
 	InOrder      bool   // complete in order (by default it does not)
 	ReadOnly     bool   // the namespace is write protected
 	Serial       string
-	Model        *Model // the bandwidth of a modelled drive; nil is as fast as the backend
+	// Medium models a drive: reads and writes complete when it says so, or when they are done if that is later. Whoever
+	// else uses the drive may share it. nil is as fast as the backend.
+	Medium *drivemodel.Medium
 }
 
 // Controller is one virtual controller with one namespace. Methods are safe for concurrent use.
@@ -93,7 +96,6 @@ type Controller struct {
 	writeThrough atomic.Bool // the volatile write cache is disabled by feature 06h
 	stats        counters
 	log          errorLog
-	model        modelState
 	measure      sync.Once
 	measured     Backend
 	measuredWhy  string
@@ -129,9 +131,6 @@ func New(c Config) (*Controller, error) {
 	}
 	if c.Queues == 0xffff {
 		bad("%d queues, at most 65534", c.Queues)
-	}
-	if c.Model != nil {
-		problems = append(problems, c.Model.Validate())
 	}
 	if c.Drive == nil {
 		bad("no drive")

@@ -286,7 +286,7 @@ func (p *Poller) Run() {
 	var idle time.Time // since when there is nothing to do
 	for !p.stop.Load() {
 		p.mu.Lock()
-		n, inKernel := p.step(), p.ring != nil && p.ring.inflight > 0
+		n, inKernel, wait := p.step(), p.ring != nil && p.ring.inflight > 0, p.untilDue(ringWaitMax)
 		p.mu.Unlock()
 		now := time.Now()
 		switch {
@@ -295,7 +295,7 @@ func (p *Poller) Run() {
 		case inKernel:
 			// The next completion is the next thing to happen, unless an executor rings more: spinning for that, or
 			// waking up at every nap's end to look, costs several times the transfers themselves.
-			p.ring.wait(ringWaitMax)
+			p.ring.wait(wait)
 		case idle.IsZero():
 			idle = now
 		case now.Sub(idle) < p.cfg.Spin:
@@ -308,10 +308,7 @@ func (p *Poller) Run() {
 // rest naps while work is expected and sleeps otherwise. It is true when there is or may be something to do.
 func (p *Poller) rest() bool {
 	p.mu.Lock()
-	nap, backend := napMax, p.blocked > 0 || len(p.timers) > 0
-	if len(p.timers) > 0 {
-		nap = min(nap, max(time.Until(p.timers[0].due), time.Microsecond))
-	}
+	nap, backend, timed := p.untilDue(napMax), p.blocked > 0, len(p.timers) > 0
 	p.mu.Unlock()
 	wake := p.cfg.Wake
 	if backend || wake == nil {
@@ -319,7 +316,7 @@ func (p *Poller) rest() bool {
 		return false
 	}
 	armed := p.armed()
-	if !armed {
+	if !armed && !timed {
 		nap = 0 // until somebody wakes us
 	}
 	// The word is never taken back: several pollers may share it, and a number with nobody asleep costs the executor one
@@ -331,6 +328,14 @@ func (p *Poller) rest() bool {
 	}
 	nvme.FutexWait(wake, number, nap)
 	return atomic.LoadUint32(wake) != number
+}
+
+// untilDue shortens a sleep to the time until the first timer is due. The caller holds the lock.
+func (p *Poller) untilDue(most time.Duration) time.Duration {
+	if len(p.timers) == 0 {
+		return most
+	}
+	return min(most, max(time.Until(p.timers[0].due), time.Microsecond))
 }
 
 // awaitWorkers sleeps until a worker has finished something, at most for a time. The look at their list after the
@@ -348,6 +353,7 @@ func (p *Poller) awaitWorkers(nap time.Duration) {
 func (p *Poller) Await(timeout time.Duration) {
 	p.mu.Lock()
 	inKernel, blocked := p.ring != nil && p.ring.inflight > 0, p.blocked > 0
+	timeout = p.untilDue(timeout)
 	p.mu.Unlock()
 	switch {
 	case inKernel:

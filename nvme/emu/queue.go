@@ -255,6 +255,9 @@ func (p *Poller) begin(c *command) {
 			return
 		}
 	}
+	if m := c.queue.controller.cfg.Medium; m != nil && (c.kind == doRead || c.kind == doWrite) {
+		c.due, c.paced = m.Serve(time.Now(), c.kind == doWrite, c.n), true
+	}
 	if c.inline() {
 		c.queue.copied += int(c.n)
 		c.serveMemory()
@@ -281,8 +284,7 @@ func (p *Poller) end(c *command) {
 	c.conclude()
 	q.count(c)
 	c.moved = true
-	if m := q.controller.cfg.Model; m != nil && c.status.OK() {
-		c.due = q.controller.model.due(m, c.kind == doWrite, c.n, time.Now())
+	if c.paced && time.Now().Before(c.due) {
 		p.timers.push(c)
 		return
 	}

@@ -398,27 +398,10 @@ func TestNoAllocation(t *testing.T) {
 	}
 }
 
-func TestModel(t *testing.T) {
-	m := &Model{ReadBytesPerSecond: 1000, WriteBytesPerSecond: 500, MixedBytesPerSecond: 100, Latency: time.Second}
-	require.NoError(t, m.Validate())
-	require.ErrorIs(t, (&Model{Latency: -1}).Validate(), ErrConfig)
-	var s modelState
-	t0 := time.Unix(100, 0)
-	at := func(d time.Duration) time.Time { return t0.Add(d) }
-	require.Equal(t, at(2*time.Second), s.due(m, false, 1000, t0))
-	require.Equal(t, at(3*time.Second), s.due(m, false, 1000, t0), "one after the other")
-	require.Equal(t, at(4*time.Second), s.due(m, true, 100, t0), "writes among reads collapse")
-	require.Equal(t, at(12*time.Second), s.due(m, true, 500, at(10*time.Second)), "alone again")
-
-	h := newHost(t, Config{Drive: memoryDrive(t, 1<<20), Model: &Model{ReadBytesPerSecond: 1 << 30}}, 16, 64<<10)
-	require.True(t, h.do(h.rw(false, 1, 0, 8, 0)).OK())
-	require.NoError(t, h.q.Quiesce(time.Now()))
-}
-
 func TestConfigIsChecked(t *testing.T) {
 	d := memoryDrive(t, 1<<20)
 	for _, c := range []Config{{}, {Drive: d, MDTS: 14}, {Drive: d, QueueEntries: 1}, {Drive: d, QueueEntries: 8192},
-		{Drive: d, Queues: 0xffff}, {Drive: d, Model: &Model{ReadBytesPerSecond: -1}}} {
+		{Drive: d, Queues: 0xffff}} {
 		_, err := New(c)
 		require.ErrorIs(t, err, ErrConfig)
 	}
