@@ -41,7 +41,8 @@ var rooms = map[string][]string{
 	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda"},
 	"lib":               {"engine", "gio", "stripe", "checksum", "cuda"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},
-	"daemon":            {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "checksum", "stripe"},
+	"daemon": {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "drivemodel", "checksum",
+		"stripe"},
 }
 
 // onlyIn names the rooms that may import a module (tests included).

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tuttifs/drive"
 	"tuttifs/extentmap"
 	"tuttifs/fs"
 	"tuttifs/gpufile"
@@ -31,6 +32,7 @@ type Options struct {
 	CheckpointSeconds int           // 0: 30
 	Policy            string        // "": lru
 	Pollers           int           // polling threads of a session; 0: 1
+	Profiles          DriveProfiles // of modelled drives
 	SocketDir         string        // for engines' attachments; "": /run/tuttifs
 	MetricsAddress    string        // "" for none
 	NoXattr           bool
@@ -130,9 +132,18 @@ func (d *Daemon) open() (err error) {
 	o := &d.options
 	d.volume, err = extentmap.Open(o.Paths, extentmap.Options{
 		ReadOnly: o.ReadOnly, Discard: o.Discard, CheckpointSeconds: o.CheckpointSeconds, Degraded: o.Degraded,
-		DriveTimeout: o.DriveTimeout,
+		DriveTimeout: o.DriveTimeout, Open: func(path string, do drive.Options) (drive.Drive, error) {
+			dev, err := drive.Open(path, do)
+			if err != nil {
+				return nil, err
+			}
+			return o.Profiles.modelled(dev), nil
+		},
 	})
 	if err != nil {
+		return err
+	}
+	if err := o.Profiles.beginAll(d.volume, o.Log); err != nil {
 		return err
 	}
 	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy}); err != nil {

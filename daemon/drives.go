@@ -184,10 +184,13 @@ func (s *drives) add(path string, force bool) (uint16, error) {
 	if err != nil {
 		return 0, err
 	}
+	profiles := &s.d.options.Profiles
+	dev = profiles.modelled(dev)
 	index, err := s.d.volume.AddDrive(dev, extentmap.AddOptions{Force: force, Hold: true})
 	if err != nil {
 		return 0, errors.Join(err, dev.Close())
 	}
+	profiles.begin(dev, index, s.d.options.Log)
 	if err := s.d.control.addDrive(dev, index); err != nil {
 		return index, err
 	}

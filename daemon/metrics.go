@@ -52,6 +52,9 @@ func (d *Daemon) stats() *StatsDocument {
 			e.Online = 0
 			doc.DrivesLost++
 		}
+		if d.modelledOn(dr.Index) != nil {
+			e.Modelled = 1
+		}
 		doc.DriveErrors[strconv.Itoa(int(dr.Index))] = e
 	}
 	if info.Degraded {
@@ -121,6 +124,7 @@ var ioMetrics = []metric[IOStats]{
 
 var driveMetrics = []metric[DriveErrs]{
 	gauge("online", "1 while the drive is in use, 0 when it is lost.", func(s *DriveErrs) uint64 { return s.Online }),
+	gauge("modelled", "1 if the drive is held back to a profile.", func(s *DriveErrs) uint64 { return s.Modelled }),
 	counter("failed_reads_total", "Reads that failed.", func(s *DriveErrs) uint64 { return s.Reads }),
 	counter("failed_writes_total", "Writes and flushes that failed.", func(s *DriveErrs) uint64 { return s.Writes }),
 	counter("timeouts_total", "Operations that were given up.", func(s *DriveErrs) uint64 { return s.Timeouts }),

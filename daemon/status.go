@@ -4,9 +4,11 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"strconv"
 	"time"
 
 	"tuttifs/drive"
+	"tuttifs/drivemodel"
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
 )
@@ -102,13 +104,16 @@ type DriveDocument struct {
 	State        string `json:"state"`    // "online", "lost" or "leaving"
 	Held         bool   `json:"held"`     // gets no files before engines that do not know it have ended
 	Cause        string `json:"cause,omitempty"`
+	// Modelled is the profile that the drive is held back to: how fast it is says nothing about the one that is there.
+	Modelled *drivemodel.Profile `json:"modelled,omitempty"`
 }
 
 // NewDriveDocument describes a drive as mkfs, info and the status files show it.
 func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
 	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
 	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata,
-		d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors, d.Timeouts, d.State.String(), d.Held, d.Cause}
+		d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors, d.Timeouts, d.State.String(), d.Held, d.Cause,
+		nil}
 }
 
 // NewDriveDocuments describes all of them.
@@ -231,7 +236,8 @@ type StatsDocument struct {
 // DriveErrs are what one drive has failed to do since the mount, metadata and payload of the mount's own readers and
 // writers; commands of engines that failed are in IOStats.
 type DriveErrs struct {
-	Online   uint64 `json:"online"` // 1 while it is in use
+	Online   uint64 `json:"online"`   // 1 while it is in use
+	Modelled uint64 `json:"modelled"` // 1 if it is held back to a profile
 	Reads    uint64 `json:"reads"`
 	Writes   uint64 `json:"writes"`
 	Timeouts uint64 `json:"timeouts"`
@@ -316,7 +322,22 @@ func newPoolDocument(p *extentmap.Pool) PoolDocument {
 }
 
 func (d *Daemon) drivesDocument() any {
-	return DrivesDocument{StatusVersion, NewDriveDocuments(d.volume.Info().Drives)}
+	doc := DrivesDocument{StatusVersion, NewDriveDocuments(d.volume.Info().Drives)}
+	for i := range doc.Drives {
+		doc.Drives[i].Modelled = d.modelledOn(doc.Drives[i].Index)
+	}
+	return doc
+}
+
+// modelledOn is the profile of a drive in use that is modelled, without the measurements that it was made from.
+func (d *Daemon) modelledOn(index uint16) *drivemodel.Profile {
+	_, medium := mediumOf(d.volume.Drive(index))
+	if medium == nil {
+		return nil
+	}
+	profile := *medium.Profile()
+	profile.Measured = nil
+	return &profile
 }
 
 func (d *Daemon) sessionsDocument() any {
@@ -344,15 +365,18 @@ type OptionsDocument struct {
 	Degraded            bool     `json:"degraded"` // allowed at the mount
 	DriveTimeoutSeconds float64  `json:"drive_timeout_seconds"`
 	Pollers             int      `json:"pollers"`
-	SocketDir           string   `json:"socket_dir"`
-	Metrics             string   `json:"metrics"` // the address listened on, empty for none
-	Xattr               bool     `json:"xattr"`
-	AllowOther          bool     `json:"allow_other"`
-	UID                 uint32   `json:"uid"`
-	GID                 uint32   `json:"gid"`
-	Umask               string   `json:"umask"`
-	EntryTimeoutSeconds float64  `json:"entry_timeout_seconds"`
-	AttrTimeoutSeconds  float64  `json:"attr_timeout_seconds"`
+	// DriveProfiles are the names of profiles that drives are held back to, by index, or by "all" for those without one
+	// of their own.
+	DriveProfiles       map[string]string `json:"drive_profiles"`
+	SocketDir           string            `json:"socket_dir"`
+	Metrics             string            `json:"metrics"` // the address listened on, empty for none
+	Xattr               bool              `json:"xattr"`
+	AllowOther          bool              `json:"allow_other"`
+	UID                 uint32            `json:"uid"`
+	GID                 uint32            `json:"gid"`
+	Umask               string            `json:"umask"`
+	EntryTimeoutSeconds float64           `json:"entry_timeout_seconds"`
+	AttrTimeoutSeconds  float64           `json:"attr_timeout_seconds"`
 }
 
 func (d *Daemon) optionsDocument() any {
@@ -362,10 +386,16 @@ func (d *Daemon) optionsDocument() any {
 		Degraded: o.Degraded, DriveTimeoutSeconds: o.DriveTimeout.Seconds(),
 		Policy: o.Policy, Pollers: o.Pollers, SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther,
 		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
-		AttrTimeoutSeconds: o.AttrTimeout.Seconds(),
+		AttrTimeoutSeconds: o.AttrTimeout.Seconds(), DriveProfiles: map[string]string{},
 	}
 	for _, drive := range d.volume.Info().Drives {
 		doc.Drives = append(doc.Drives, drive.Name)
+	}
+	if o.Profiles.All != nil {
+		doc.DriveProfiles["all"] = o.Profiles.All.Name
+	}
+	for index, p := range o.Profiles.By {
+		doc.DriveProfiles[strconv.Itoa(int(index))] = p.Name
 	}
 	if o.Discard != nil {
 		doc.Discard = map[bool]string{true: "on", false: "off"}[*o.Discard]

@@ -110,7 +110,8 @@ func newDriveList() *command {
 		long: `
 Lists the drives: whether they are online, lost (they failed, or were not there at the mount; nothing
 is asked of them), leaving (being forgotten), or waiting (added, and without files until the engines
-that do not know them have ended), and what each has failed to do since the mount.`,
+that do not know them have ended), modelled (held back to a profile), and what each has failed to do
+since the mount.`,
 		example: `tuttifs drive list /mnt/kv`,
 		run: func(_ context.Context, e *env, args []string) error {
 			if len(args) != 1 {
@@ -139,12 +140,16 @@ that do not know them have ended), and what each has failed to do since the moun
 	}
 }
 
-// driveState is one word for people.
+// driveState is a word for people, or two.
 func driveState(d *daemon.DriveDocument) string {
-	if d.State == "online" && d.Held {
-		return "waiting"
+	state := d.State
+	if state == "online" && d.Held {
+		state = "waiting"
 	}
-	return d.State
+	if d.Modelled != nil {
+		state += ", modelled"
+	}
+	return state
 }
 
 func driveNumber(text string) (uint16, error) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"tuttifs/daemon"
@@ -118,6 +119,9 @@ func (d *infoDocument) print(e *env) {
 		row("mounted on", "%s", d.Mount)
 	}
 	var marks []string
+	if slices.ContainsFunc(d.Drives, func(dr daemon.DriveDocument) bool { return dr.Modelled != nil }) {
+		marks = append(marks, "MODELLED DRIVES")
+	}
 	if d.ReadOnly {
 		marks = append(marks, "read-only")
 	}
@@ -147,6 +151,9 @@ func (d *infoDocument) print(e *env) {
 	}
 	w.Flush()
 	for _, dr := range d.Drives {
+		if dr.Modelled != nil {
+			e.printf("drive %d is held back to a profile: %s (%s)\n", dr.Index, dr.Modelled.Summary(), dr.Modelled.Of)
+		}
 		if dr.Cause != "" {
 			e.printf("drive %d is %s: %s\n", dr.Index, dr.State, dr.Cause)
 		}

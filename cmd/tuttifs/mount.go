@@ -122,6 +122,10 @@ func (o *mountOptions) run(ctx context.Context, e *env, args []string) error {
 	switch {
 	case o.fake:
 		return nil
+	case do.Profiles.Any() && os.Getenv(readyFdVariable) == "":
+		e.warnf("drives are MODELLED (-o drive_profile): this mount is as slow as their profiles say")
+	}
+	switch {
 	case os.Getenv(readyFdVariable) != "":
 		return o.serveDetached(ctx, e, *do)
 	case o.foreground:

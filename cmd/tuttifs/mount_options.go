@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tuttifs/daemon"
+	"tuttifs/drivemodel"
 )
 
 // mountSettings are the mount options, decoded.
@@ -59,6 +60,8 @@ var mountOptionTable = []mountOption{
 			s.daemon.DriveTimeout = time.Duration(n) * time.Second
 			return err
 		}},
+	{"drive_profile", "[N:]NAME|FILE", "hold drives back to a drive profile, all or drive N; may be repeated",
+		func(s *mountSettings, v string) error { return s.setProfile(v) }},
 	{"volume", "LABEL|UUID", "the volume, when SPEC is none", func(s *mountSettings, v string) error {
 		s.volume = v
 		return nil
@@ -123,6 +126,29 @@ var mountOptionTable = []mountOption{
 			s.daemon.AttrTimeout = s.daemon.EntryTimeout
 			return nil
 		}},
+}
+
+// setProfile decodes [N:]NAME|FILE.
+func (s *mountSettings) setProfile(v string) error {
+	number, rest, own := strings.Cut(v, ":")
+	index, err := strconv.ParseUint(number, 10, 16)
+	if own = own && err == nil; own {
+		v = rest
+	}
+	p, err := loadProfile(v)
+	if err != nil {
+		return err
+	}
+	profiles := &s.daemon.Profiles
+	if !own {
+		profiles.All = p
+		return nil
+	}
+	if profiles.By == nil {
+		profiles.By = map[uint16]*drivemodel.Profile{}
+	}
+	profiles.By[uint16(index)] = p
+	return nil
 }
 
 // toleratedOptions are passed on by mount(8), libmount or systemd and mean nothing to a filesystem, or are true of this

@@ -70,6 +70,13 @@ func (d *statusDocument) print(e *env) {
 		row("degraded", "%d drives lost, %d rows and %d files unavailable; see 'tuttifs drive list'", d.DrivesLost,
 			d.RowsAway, t.FilesAway)
 	}
+	modelled := uint64(0)
+	for _, dr := range d.DriveErrors {
+		modelled += dr.Modelled
+	}
+	if modelled > 0 {
+		row("MODELLED", "%d drives are held back to profiles; see 'tuttifs info'", modelled)
+	}
 	row("journal", "%s in use, %d transactions, %d checkpoints", humanBytes(d.JournalUsed), d.Transactions, d.Checkpoints)
 	w.Flush()
 	if len(d.Pools) > 0 {
