@@ -34,11 +34,7 @@ type Medium struct {
 func NewMedium(p *Profile, seed uint64) *Medium {
 	m := &Medium{profile: p}
 	m.latency = [...]sampler{newSampler(p.Read, seed, 0), newSampler(p.Write, seed, 1)}
-	for i, d := range [...]*Direction{p.Read, p.Write} {
-		if d != nil && d.CommandsPerSecond > 0 {
-			m.command[i] = 1e9 / float64(d.CommandsPerSecond)
-		}
-	}
+	m.command = [...]float64{p.Read.nsPerCommand(), p.Write.nsPerCommand()}
 	if p.Mixed != nil {
 		m.window = int64(p.Mixed.WindowUS * 1e3)
 	}

@@ -70,23 +70,19 @@ func TestBandwidthIsTheProfiles(t *testing.T) {
 			if p.CommandsInService > 0 {
 				duration = second
 			}
-			limit := func(d *Direction) float64 {
-				if d.CommandsPerSecond == 0 {
-					return float64(d.BytesPerSecond)
-				}
-				return min(float64(d.BytesPerSecond), float64(d.CommandsPerSecond)*float64(bytes))
-			}
 			r, w := rates(closedLoop(NewMedium(p, 1), 64, 0, bytes, duration), duration)
 			require.Zero(t, w)
 			slack := 64 * float64(bytes) * float64(second) / float64(duration) // what is still on its way at the end
-			require.InDelta(t, limit(p.Read), r, 0.01*r+slack, "%s reads of %d", name, bytes)
+			require.InDelta(t, p.RateAt(0, int(bytes)), r, 0.01*r+slack, "%s reads of %d", name, bytes)
 			r, w = rates(closedLoop(NewMedium(p, 1), 0, 64, bytes, duration), duration)
 			require.Zero(t, r)
-			require.InDelta(t, limit(p.Write), w, 0.01*w+slack, "%s writes of %d", name, bytes)
+			require.InDelta(t, p.RateAt(1, int(bytes)), w, 0.01*w+slack, "%s writes of %d", name, bytes)
 		}
-		r, w := rates(closedLoop(NewMedium(p, 1), 64, 64, 64<<10, second/5), second/5)
-		require.InDelta(t, 0.5, w/(r+w), 0.02, name)
-		require.InDelta(t, 1, (r+w)/p.BytesPerSecond(w/(r+w)), 0.02, "%s mixed", name)
+		for _, bytes := range []uint32{32 << 10, 64 << 10} {
+			r, w := rates(closedLoop(NewMedium(p, 1), 64, 64, bytes, second), second)
+			require.InDelta(t, 0.5, w/(r+w), 0.03, name)
+			require.InDelta(t, 1, (r+w)/p.RateAt(w/(r+w), int(bytes)), 0.02, "%s mixed", name)
+		}
 	}
 }
 

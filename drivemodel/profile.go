@@ -301,6 +301,22 @@ func (p *Profile) BytesPerSecond(writeShare float64) float64 {
 	return 1e9 / p.nsPerByte(writeShare)
 }
 
+// RateAt is the bytes a second of enough commands of one size at a time: by the bandwidth of the mixture, or by the
+// commands a second of each direction where that is less.
+func (p *Profile) RateAt(writeShare float64, commandBytes int) float64 {
+	perByte := p.nsPerByte(writeShare)
+	least := func(d *Direction) float64 { return max(perByte, d.nsPerCommand()/float64(commandBytes)) }
+	return 1e9 / ((1-writeShare)*least(p.Read) + writeShare*least(p.Write))
+}
+
+// nsPerCommand is the least time of the drive for one command.
+func (d *Direction) nsPerCommand() float64 {
+	if d == nil || d.CommandsPerSecond == 0 {
+		return 0
+	}
+	return 1e9 / float64(d.CommandsPerSecond)
+}
+
 func (p *Profile) nsPerByte(share float64) float64 {
 	at := func(d *Direction) float64 {
 		if d == nil {

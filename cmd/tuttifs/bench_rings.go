@@ -20,6 +20,7 @@ type benchRingsOptions struct {
 	size       sizeFlag
 	threads    int
 	skipFile   bool
+	profile    string
 
 	rounds int           // pairs of measurements
 	period time.Duration // of one with files; with RAM-backed drives they are shorter and more
@@ -34,6 +35,8 @@ func newBenchRings() *command {
 	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
 	f.BoolVar(&o.skipFile, "no-files", false, "leave file-backed drives out")
 	f.BoolVar(&o.requireFio, "require-fio", false, "fail if fio is not installed")
+	f.StringVar(&o.profile, "drive-profile", "",
+		"measure drives held back to a profile, a `NAME` or a file, and nothing else")
 	f.BoolVar(&o.json, "json", false, "print the figures as JSON")
 	return &command{
 		name: "bench rings", synopsis: "[FLAGS]", summary: "measure queues and drives",
@@ -49,9 +52,14 @@ controller serves, without a mount. Three parts:
 Comparisons run in alternating pairs, and the median of the pairs' ratios counts. Executor and controller share as many
 threads as the other side has; with a thread for each, rows are for information. The controller's CPU time includes the
 executor's where they share a thread. Part three needs fio (Debian's package is called fio) and is left out without
-it.`,
+it.
+
+With --drive-profile, a RAM-backed drive that is held back to the profile is measured instead, by reads, writes and both
+at once, against what the profile says: this shows whether a modelled mount can be believed on this machine. A drive
+that is faster than the machine cannot be modelled there; such rows do not count.`,
 		example: `
 tuttifs bench rings
+tuttifs bench rings --drive-profile pcie4
 tuttifs bench rings --quick --dir /mnt/nvme --json`,
 		run: func(ctx context.Context, e *env, _ []string) error { return o.run(ctx, e) },
 	}
@@ -116,11 +124,14 @@ func (o *benchRingsOptions) run(ctx context.Context, e *env) error {
 	if o.threads < 0 || o.threads > 256 {
 		return usagef("--threads is %d, want 1 to 256", o.threads)
 	}
+	o.plan()
+	if o.profile != "" {
+		return o.benchModel(ctx, e)
+	}
 	fio, err := exec.LookPath("fio")
 	if err != nil && o.requireFio {
 		return systemError{errors.New("fio is not installed: Debian has it in the package fio (apt-get install fio)")}
 	}
-	o.plan()
 	r := &ringsReport{OutputVersion: outputVersion, Cores: runtime.GOMAXPROCS(0)}
 	if r.Empty, err = o.benchEmpty(ctx); err != nil {
 		return fmt.Errorf("commands without bytes: %w", err)

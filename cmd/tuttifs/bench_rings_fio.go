@@ -116,7 +116,7 @@ func (o *benchRingsOptions) fileRow(ctx context.Context, w *fileWork, object int
 	if write {
 		row.Verb = "write"
 	}
-	b, err := newBenchDrives(w.drives, object)
+	b, err := newBenchDrives(w.drives, object, nil)
 	if err != nil {
 		return row, err
 	}

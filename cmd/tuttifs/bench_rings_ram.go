@@ -78,7 +78,7 @@ func (o *benchRingsOptions) benchEmpty(ctx context.Context) ([]emptyRow, error) 
 }
 
 func (o *benchRingsOptions) emptyRound(drives []drive.Drive, stepped bool) (rate float64, err error) {
-	b, err := newBenchDrives(drives, benchObjects[0])
+	b, err := newBenchDrives(drives, benchObjects[0], nil)
 	if err != nil {
 		return 0, err
 	}
@@ -204,7 +204,7 @@ func perGB(d time.Duration, bytes float64) float64 {
 }
 
 func (o *benchRingsOptions) newRAMWork(drives []drive.Drive, object, threads int, split bool) (*ramWork, error) {
-	b, err := newBenchDrives(drives, object)
+	b, err := newBenchDrives(drives, object, nil)
 	if err != nil {
 		return nil, err
 	}

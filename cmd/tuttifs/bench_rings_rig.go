@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
+	"tuttifs/drivemodel"
 	"tuttifs/gio"
 	"tuttifs/nvme"
 	"tuttifs/nvme/emu"
@@ -41,8 +42,10 @@ type benchDrives struct {
 	slots       uint32
 }
 
-// newBenchDrives puts controllers in front of drives of equal size and one row over all of them.
-func newBenchDrives(drives []drive.Drive, objectBytes int) (*benchDrives, error) {
+// newBenchDrives puts controllers in front of drives of equal size and one row over all of them. With a profile, each
+// is held back to it.
+func newBenchDrives(drives []drive.Drive, objectBytes int, profile *drivemodel.Profile) (
+	*benchDrives, error) {
 	b := &benchDrives{drives: drives}
 	var g stripe.Geometry
 	for layer := range benchLayers {
@@ -56,7 +59,11 @@ func newBenchDrives(drives []drive.Drive, objectBytes int) (*benchDrives, error)
 	row := gio.MapRow{Units: make([]uint64, len(drives))}
 	for i, d := range drives {
 		row.Drives = append(row.Drives, uint16(i))
-		c, err := emu.New(emu.Config{Drive: d, Index: uint16(i), SGL: true, Serial: fmt.Sprintf("BENCH%d", i)})
+		config := emu.Config{Drive: d, Index: uint16(i), SGL: true, Serial: fmt.Sprintf("BENCH%d", i)}
+		if profile != nil {
+			config.Medium = drivemodel.NewMedium(profile, uint64(i))
+		}
+		c, err := emu.New(config)
 		if err != nil {
 			return nil, err
 		}

@@ -72,3 +72,27 @@ func TestMedian(t *testing.T) {
 	require.Equal(t, 2.0, median([]float64{9, 1, 2}))
 	require.Equal(t, 1.5, median([]float64{2, 9, 1, 0}))
 }
+
+// A modelled drive is never faster than its profile, however fast the machine is; how close it comes is for the bench.
+func TestBenchRingsWithAProfile(t *testing.T) {
+	o := &benchRingsOptions{json: true, size: 64 << 20, rounds: 1, period: 40 * time.Millisecond,
+		profile: slowProfile(t, 2_000_000_000)}
+	var out bytes.Buffer
+	require.NoError(t, o.run(t.Context(), &env{stdout: &out, stderr: &out}))
+	var r modelReport
+	require.NoError(t, json.Unmarshal(out.Bytes(), &r))
+	require.Equal(t, "slow", r.Profile.Name)
+	require.Len(t, r.Rows, 3*len(benchObjects))
+	for _, row := range r.Rows {
+		require.Positive(t, row.MachineGBs)
+		require.Positive(t, row.RingGBs)
+		require.InDelta(t, 2, row.ProfileGBs, 1e-6)
+		require.Less(t, row.Ratio, 1.001)
+		require.Equal(t, row.Verb != "read", row.WriteShare > 0)
+	}
+	out.Reset()
+	require.NoError(t, r.print(&env{stdout: &out}))
+	require.Contains(t, out.String(), "slow: 2 GB/s read")
+	o.profile = "nosuch"
+	require.Error(t, o.run(t.Context(), &env{}))
+}
