@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tuttifs/cuda"
+	"tuttifs/nvme"
 )
 
 // GPUConfig of the executor whose commands are built by kernels.
@@ -22,7 +23,8 @@ type GPUConfig struct {
 	// StagingBytes of device memory between the copy engine and the harvest; 0 means StagingDefault.
 	StagingBytes int
 	// MoveBytes is one piece of the copy engine's work, less than 4 GiB, 0 means MoveDefault; Moves are outstanding in
-	// each direction, 0 means 2. Both bound how long an engine's own small copies wait.
+	// each direction, 0 means MovesDefault: one that is about to end, and those that are enqueued behind it at a time.
+	// Both bound how long an engine's own small copies wait.
 	MoveBytes int
 	Moves     int
 	// HarvestBytes that arrived start a harvest, and so does a batch's end; 0 means HarvestDefault.
@@ -44,11 +46,11 @@ type GPUConfig struct {
 // Defaults of GPUConfig.
 const (
 	StagingDefault       = 256 << 20
-	MoveDefault          = 4 << 20
+	MoveDefault          = 8 << 20
 	HarvestDefault       = 64 << 20
 	HarvestBlocksDefault = 16
-	movesDefault         = 2
-	movesMax             = 16
+	MovesDefault         = 3
+	MovesMax             = 16
 )
 
 // kernelGrace is what a kernel, a copy or a call of the driver may take beyond the ring's deadline, since kernels
@@ -100,6 +102,7 @@ type GPU struct {
 
 	bell    chan struct{} // wakes the I/O thread
 	asleep  atomic.Bool   // it waits for the bell
+	nap     uint32        // futex of its naps: 1 while it naps and nobody has rung
 	pending atomic.Bool   // incoming or requests are not empty
 	beat    atomic.Int64  // when it last went round
 	closing atomic.Bool
@@ -115,10 +118,10 @@ func (c *GPUConfig) validate() error {
 	switch {
 	case c.Context == nil:
 		return fmt.Errorf("%w: no CUDA context", ErrInvalid)
-	case c.StagingBytes < 0 || c.MoveBytes < 0 || c.Moves < 0 || c.Moves > movesMax || c.HarvestBytes < 0 ||
+	case c.StagingBytes < 0 || c.MoveBytes < 0 || c.Moves < 0 || c.Moves > MovesMax || c.HarvestBytes < 0 ||
 		c.HarvestBlocks < 0 || c.PollSMs < 0:
 		return fmt.Errorf("%w: staging %d, pieces of %d, %d outstanding (at most %d), harvest %d on %d blocks, %d SMs",
-			ErrInvalid, c.StagingBytes, c.MoveBytes, c.Moves, movesMax, c.HarvestBytes, c.HarvestBlocks, c.PollSMs)
+			ErrInvalid, c.StagingBytes, c.MoveBytes, c.Moves, MovesMax, c.HarvestBytes, c.HarvestBlocks, c.PollSMs)
 	case c.MoveBytes > math.MaxUint32:
 		return fmt.Errorf("%w: pieces of %d bytes, less than 4 GiB are possible", ErrInvalid, c.MoveBytes)
 	case c.StagingBytes > 0 && c.StagingBytes < 2*pageBytes:
@@ -148,7 +151,7 @@ func NewGPU(c GPUConfig) (*GPU, error) {
 	}
 	orDefault(&g.gpu.StagingBytes, StagingDefault)
 	orDefault(&g.gpu.MoveBytes, MoveDefault)
-	orDefault(&g.gpu.Moves, movesDefault)
+	orDefault(&g.gpu.Moves, MovesDefault)
 	orDefault(&g.gpu.HarvestBytes, HarvestDefault)
 	orDefault(&g.gpu.HarvestBlocks, HarvestBlocksDefault)
 	if c.grace == 0 {
@@ -218,6 +221,7 @@ func (g *GPU) breakWith(err error) {
 // ring wakes the I/O thread.
 func (g *GPU) ring() {
 	g.pending.Store(true)
+	nvme.Wake(&g.nap)
 	if g.asleep.Load() {
 		select {
 		case g.bell <- struct{}{}:

@@ -34,9 +34,10 @@ type gpuTicket struct {
 	cells    cuda.KernelCells
 	sums     cuda.SumsParams
 	chunks   []gpuChunk
-	after    *cuda.Event // nothing is touched before it
-	began    bool        // I/O thread: it has come, or there is none
-	event    *cuda.Event // of the last harvest or gather; nil where nobody waits on it
+	after    *cuda.Event  // nothing is touched before it
+	began    bool         // I/O thread: it has come, or there is none
+	stream   *cuda.Stream // of all its harvests or gathers
+	event    *cuda.Event  // of the last one; nil where nobody waits on it
 	memories []*Memory
 
 	enqueued chan struct{} // closed when WaitOn has what it waits for
@@ -60,6 +61,7 @@ type gpuTicket struct {
 	settled  int         // chunks that are over
 	over     error       // why the batch was given up
 	kernels  int         // under way for it
+	moving   bool        // one of them is a harvest or gather
 	progress int64       // when the last one ended, or a chunk arrived
 	late     bool        // a chunk missed its deadline
 	failed   []Result

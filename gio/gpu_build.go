@@ -68,6 +68,7 @@ func (th *ioThread) collect(now int64) (moved bool) {
 		if kind == launchHarvest || kind == launchGather {
 			th.g.stats.moving.Add(uint64(now - max(l.since, th.movedAt)))
 			th.movedAt = now
+			t.moving = false
 		}
 		t.kernels--
 		t.progress = now

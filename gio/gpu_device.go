@@ -71,7 +71,8 @@ func (w *worker) stop() { close(w.stopped) }
 type device struct {
 	module                                 *cuda.Module
 	build, harvest, gather, register, poll *cuda.Function
-	buildS, harvestS, gatherS, controlS    *cuda.Stream
+	buildS, controlS                       *cuda.Stream
+	harvestS, gatherS                      [moveStreams]*cuda.Stream
 	copyIn, copyOut                        *cuda.Stream
 	pollIn, pollOut                        *cuda.Stream
 	green                                  *cuda.Context    // of the polling executor, nil for the whole GPU
@@ -79,6 +80,11 @@ type device struct {
 	drives                                 cuda.Pointer     // i16[len(base.drives)]
 	small                                  *cuda.HostMemory // on its way to the two
 }
+
+// moveStreams are the streams that batches' harvests, and their gathers, take in turns. Beside a long kernel each of
+// them waits for its end, and what comes behind it in the same stream waits for the end of the next one: so the last
+// kernel of a batch and the first one of its successor are in different streams.
+const moveStreams = 2
 
 const regionsBytes = (RegionsMax + 1) * uint64(unsafe.Sizeof(cuda.KernelRegion{}))
 
@@ -121,8 +127,8 @@ func (d *device) setUp(g *GPU) (err error) {
 		s  **cuda.Stream
 		in *cuda.Context
 	}{
-		{&d.buildS, c}, {&d.harvestS, c}, {&d.gatherS, c}, {&d.controlS, c}, {&d.copyIn, c}, {&d.copyOut, c},
-		{&d.pollIn, on}, {&d.pollOut, on},
+		{&d.buildS, c}, {&d.harvestS[0], c}, {&d.harvestS[1], c}, {&d.gatherS[0], c}, {&d.gatherS[1], c},
+		{&d.controlS, c}, {&d.copyIn, c}, {&d.copyOut, c}, {&d.pollIn, on}, {&d.pollOut, on},
 	} {
 		if *s.s, err = s.in.NewStream(greatest); err != nil {
 			return err
@@ -156,7 +162,8 @@ func (d *device) upload(to cuda.Pointer, b []byte) error {
 
 func (d *device) streams() []*cuda.Stream {
 	return []*cuda.Stream{
-		d.buildS, d.harvestS, d.gatherS, d.controlS, d.copyIn, d.copyOut, d.pollIn, d.pollOut,
+		d.buildS, d.harvestS[0], d.harvestS[1], d.gatherS[0], d.gatherS[1], d.controlS, d.copyIn, d.copyOut,
+		d.pollIn, d.pollOut,
 	}
 }
 

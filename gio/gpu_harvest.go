@@ -94,7 +94,8 @@ func (th *ioThread) list(c *gpuChunk) {
 }
 
 // launchMoves starts gathers at once, and harvests when enough has arrived, when the batch is all there, or when the
-// staging is short; not more often, since beside long kernels each of them waits for an SM.
+// staging is short; not more often, since beside long kernels each of them waits for an SM. For the same reason a batch
+// has one of them under way: what would wait behind it in its stream is better off in one kernel when it has ended.
 func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
 	g := th.g
 	for i := 0; i < len(th.listed); {
@@ -102,7 +103,7 @@ func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
 		all := t.listed+t.plain == len(t.chunks)
 		short := th.harvests == 0 && g.staging.slots > 0 && len(g.staging.free) <= g.staging.slots/4
 		due := all || t.write || short || t.bytes >= g.gpu.HarvestBytes
-		if !due || th.flying == launchesMax {
+		if !due || t.moving || th.flying == launchesMax {
 			i++
 			continue
 		}
@@ -118,12 +119,13 @@ func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
 
 func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
 	g := th.g
-	kind, f, s, count := launchHarvest, g.device.harvest, g.device.harvestS, &g.stats.harvests
+	kind, f, count := launchHarvest, g.device.harvest, &g.stats.harvests
 	if t.write {
-		kind, f, s, count = launchGather, g.device.gather, g.device.gatherS, &g.stats.gathers
+		kind, f, count = launchGather, g.device.gather, &g.stats.gathers
 	} else {
 		th.harvests++
 	}
+	t.moving = true
 	x := th.claim(kind, t, t.launched, t.listed, now)
 	x.target = uint32(g.gpu.HarvestBlocks)
 	p := &th.harvestParams
@@ -135,7 +137,7 @@ func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
 	}
 	t.launched, t.bytes = t.listed, 0
 	count.Add(1)
-	return s.Launch(f, x.target, cuda.MoveThreads, 0, unsafe.Pointer(p))
+	return t.stream.Launch(f, x.target, cuda.MoveThreads, 0, unsafe.Pointer(p))
 }
 
 // harvested frees the staging of chunks whose bytes are in place, and counts them off.
@@ -196,11 +198,7 @@ func (th *ioThread) tell(t *gpuTicket) {
 		return
 	}
 	if t.event != nil && !th.dead {
-		s := th.g.device.harvestS
-		if t.write {
-			s = th.g.device.gatherS
-		}
-		if err := t.event.Record(s); err != nil {
+		if err := t.event.Record(t.stream); err != nil {
 			th.failure = err
 			return
 		}

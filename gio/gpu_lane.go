@@ -212,7 +212,7 @@ func (l *gpuLane) hand(now int64) {
 	}
 	g.arm()
 	l.advanceTails()
-	g.wakeUp()
+	g.thread.rang = true
 	l.deadline = now + int64(g.config.Deadline)
 	s := &g.stats
 	s.chunks.Add(1)

@@ -129,24 +129,24 @@ const (
 	paceSlower = 512
 	// leadNanos is how long before the end of a piece the next one is enqueued: about what a nap may last too long.
 	leadNanos = 20_000
+	// lagNanos is how long after a piece should have ended it is looked for: a look too early costs another one.
+	lagNanos = 5_000
 )
 
-// due is when there will be something to do: when the newest piece is about to end and wants a successor, or has ended.
-func (m *mover) due() int64 {
+// due is when to look again: when the newest piece is about to end and may have a successor, or else when it has ended.
+func (m *mover) due(now int64) int64 {
 	switch {
 	case m.count == 0:
 		return never
-	case len(m.pieces) > 1 && len(m.queue) > 0 && !m.hungry:
+	case len(m.pieces) > 1 && now < m.end-leadNanos:
 		return m.end - leadNanos
 	}
-	return m.end
+	return m.end + lagNanos
 }
 
-// room says whether a piece may be enqueued now. One that is enqueued sooner than it must be keeps the engine's own
-// small copies waiting for nothing.
-func (m *mover) room(now int64) bool {
-	return m.count == 0 || m.count < len(m.pieces) && now >= m.end-leadNanos
-}
+// ready says whether it is time to enqueue pieces. Those that are enqueued sooner than they must be keep the engine's
+// own small copies waiting for nothing.
+func (m *mover) ready(now int64) bool { return m.count == 0 || now >= m.end-leadNanos }
 
 // note corrects what is known of the copy engine's pace: when pieces were found to have ended before they were to, or
 // not to have ended when they were.
@@ -220,10 +220,10 @@ func (m *mover) poll(now int64) (moved bool, err error) {
 	return moved, nil
 }
 
-// submit enqueues pieces, as many as may be outstanding.
+// submit enqueues pieces, when it is time, as many as may be outstanding.
 func (m *mover) submit(now int64) (moved bool, err error) {
 	m.hungry = false
-	for len(m.queue) > 0 && m.room(now) {
+	for ready := m.ready(now); ready && len(m.queue) > 0 && m.count < len(m.pieces); {
 		l := m.queue[0]
 		c := l.active
 		if c.slot == noSlot { // a read's; a write has had one since it was gathered

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -373,6 +374,78 @@ func TestGPUStagingRunsOut(t *testing.T) {
 	}))
 }
 
+// TestGPUKernelsBesideLongOnes: while a harvest or gather of a batch waits for an SM, the batch has no other one, and
+// what arrives meanwhile is one kernel's work; the batch that follows has another stream, and ends before it.
+func TestGPUKernelsBesideLongOnes(t *testing.T) {
+	for kernel, write := range map[string]bool{"tuttifs_harvest": false, "tuttifs_gather": true} {
+		b := newBench(t, benchShape{
+			lanes: 4, drives: 1, depth: 64, bounce: 4 * 4 * pageBytes, units: []int{1},
+			config: func(c *GPUConfig) { c.StagingBytes, c.HarvestBytes = 64*4*pageBytes, 1 },
+		})
+		buf, ctxs := b.target(60, 0)
+		b.turnOver(buf, ctxs, 1)
+		var mu sync.Mutex
+		var seen []uintptr // streams, in order of their first kernel
+		launched := map[uintptr]int{}
+		holds := []chan struct{}{make(chan struct{}), make(chan struct{})}
+		b.fake.Before(func(stream uintptr, op string) cuda.Result {
+			if op != kernel {
+				return cuda.Success
+			}
+			mu.Lock()
+			if launched[stream]++; launched[stream] == 1 {
+				seen = append(seen, stream)
+			}
+			hold := holds[slices.Index(seen, stream)]
+			mu.Unlock()
+			<-hold
+			return cuda.Success
+		})
+		ofFirst := func() int {
+			mu.Lock()
+			defer mu.Unlock()
+			return launched[seen[0]]
+		}
+		launches := func() uint64 { s := b.g.Stats(); return s.Harvests + s.Gathers }
+		before := launches()
+		first, err := b.g.Issue(write, b.m, ctxs[:30])
+		require.NoError(t, err)
+		if write {
+			require.Eventually(t, func() bool { return launches() == before+1 }, 10*time.Second, time.Millisecond)
+		} else {
+			require.Eventually(t, func() (all bool) {
+				require.NoError(t, b.g.onThread(func() error {
+					all = first.(*gpuTicket).listed == len(first.(*gpuTicket).chunks)
+					return nil
+				}))
+				return all
+			}, 10*time.Second, time.Millisecond)
+		}
+		second, err := b.g.Issue(write, b.m, ctxs[30:])
+		require.NoError(t, err)
+		close(holds[1])
+		if !write { // writes of the second batch may wait for lanes that the first one has
+			_, err = b.g.Wait(second)
+			require.NoError(t, err)
+			require.Equal(t, 1, ofFirst())
+		}
+		require.False(t, first.(*gpuTicket).Done())
+		close(holds[0])
+		for _, ticket := range []Ticket{first, second} {
+			results, err := b.g.Wait(ticket)
+			require.NoError(t, err)
+			require.Empty(t, results)
+		}
+		require.Len(t, seen, 2)
+		if !write {
+			require.Equal(t, 2, ofFirst(), "what arrived while the first one waited is one kernel's work")
+		}
+		want := make([]byte, len(buf))
+		fillRandom(want, 1)
+		require.True(t, bytes.Equal(want, buf))
+	}
+}
+
 // TestGPUStagingIsSmall: two slots are enough for any number of chunks.
 func TestGPUStagingIsSmall(t *testing.T) {
 	for slots := 2; slots <= 5; slots++ {
@@ -674,7 +747,7 @@ func TestGPUConfigIsChecked(t *testing.T) {
 		"little staging": func(c *GPUConfig) { c.StagingBytes = 4096 },
 		"negative":       func(c *GPUConfig) { c.MoveBytes = -1 },
 		"large pieces":   func(c *GPUConfig) { c.MoveBytes = 1 << 32 },
-		"many pieces":    func(c *GPUConfig) { c.Moves = movesMax + 1 },
+		"many pieces":    func(c *GPUConfig) { c.Moves = MovesMax + 1 },
 	} {
 		c := good
 		spoil(&c)

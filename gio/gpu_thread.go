@@ -21,11 +21,13 @@ type ioThread struct {
 	reads, writes []*gpuTicket // have chunks to be built, in order of issue
 	listed        []*gpuTicket // have chunks that wait for a harvest or gather to be launched
 	writers       int          // live batches of writes
+	taken         [2]int       // batches of reads and of writes so far
 	launches      [launchesMax]launch
 	flying        int    // launches under way
 	harvests      int    // of them
 	open          []bool // by lane, while a build is put together
 	lane          int    // that had the last chunk
+	rang          bool   // in this round: pollers that sleep are to be woken
 	carrying      int    // lanes with writes, likewise
 	work          *cuda.HostMemory
 	hung          bool  // the GPU may still be at work on what batches have
@@ -149,31 +151,42 @@ func (th *ioThread) park() {
 // kernel or a drive, and it looks a few times before it naps.
 func (th *ioThread) rest() {
 	th.idle++
-	if due := min(th.g.in.due(), th.g.out.due()); due != never {
+	if due := min(th.g.in.due(th.now), th.g.out.due(th.now)); due != never {
 		th.napUntil(due)
 		return
 	}
 	switch {
 	case th.idle <= spinRounds:
 	case th.idle > quietRounds:
-		sleep(quietNanos, th.g.procs)
+		th.nap(quietNanos)
 	default:
-		sleep(napNanoseconds, th.g.procs)
+		th.nap(napNanoseconds)
 	}
+}
+
+// nap sleeps for a time, or until somebody rings, which it reports.
+func (th *ioThread) nap(nanoseconds int64) (rung bool) {
+	g := th.g
+	atomic.StoreUint32(&g.nap, 1)
+	if !g.pending.Load() {
+		sleep(&g.nap, 1, nanoseconds, g.procs)
+	}
+	return atomic.SwapUint32(&g.nap, 0) == 0
 }
 
 // napUntil sleeps until about due. What naps have lasted longer than asked for is asked for less. What is overdue is
 // looked for at once, and less often the longer it does not come: looks cost more than all the rest.
 func (th *ioThread) napUntil(due int64) {
-	asked := min(due-th.now-th.oversleep, quietNanos)
+	asked := min(due-th.now-th.oversleep, checkNanos)
 	if asked > 0 {
 		th.overdue = 0
 	} else {
 		asked = min(int64(1)<<th.overdue, napNanoseconds)
 		th.overdue = min(th.overdue+2, 16)
 	}
-	sleep(asked, th.g.procs)
-	th.oversleep += (min(th.g.now()-th.now-asked, quietNanos) - th.oversleep) / 8
+	if !th.nap(asked) {
+		th.oversleep += (min(th.g.now()-th.now-asked, quietNanos) - th.oversleep) / 8
+	}
 }
 
 func (th *ioThread) lanesStill() bool {
@@ -205,6 +218,10 @@ func (th *ioThread) round(now int64) (moved bool) {
 	}
 	for _, l := range g.lanes {
 		m = l.poll(now) || m
+	}
+	if th.rang { // once a round: it is a system call, and most pollers are awake
+		th.rang = false
+		g.wakeUp()
 	}
 	if th.dead {
 		th.endLost()
@@ -281,9 +298,13 @@ func (th *ioThread) takeIn() bool {
 	}
 	for _, t := range incoming {
 		th.live = append(th.live, t)
+		streams, nth := &g.device.harvestS, &th.taken[0]
 		if t.write {
 			th.writers++
+			streams, nth = &g.device.gatherS, &th.taken[1]
 		}
+		t.stream = streams[*nth%moveStreams]
+		*nth++
 		switch {
 		case th.closed:
 			th.giveUp(t, ErrClosed)
@@ -474,7 +495,7 @@ func (th *ioThread) check(now int64) error {
 	}
 	th.queried = now
 	// What failed never counts its word up.
-	for _, s := range [...]*cuda.Stream{g.device.harvestS, g.device.copyIn, g.device.copyOut} {
+	for _, s := range [...]*cuda.Stream{g.device.harvestS[0], g.device.copyIn, g.device.copyOut} {
 		if _, err := s.Query(); err != nil {
 			return err
 		}

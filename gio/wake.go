@@ -2,9 +2,12 @@ package gio
 
 import (
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"tuttifs/nvme"
 )
 
 // osYield lets another thread have this core.
@@ -22,7 +25,8 @@ var napping atomic.Int32
 // meanwhile; 0 restores the default.
 func nap(processors int) {
 	setSlack(1)
-	sleep(napNanoseconds, processors)
+	var nobody uint32
+	sleep(&nobody, 0, napNanoseconds, processors)
 	setSlack(0)
 }
 
@@ -31,15 +35,17 @@ func setSlack(nanoseconds uintptr) {
 	_, _, _ = unix.RawSyscall(unix.SYS_PRCTL, unix.PR_SET_TIMERSLACK, nanoseconds, 0)
 }
 
-// sleep is the nap itself. Even a system call that the runtime knows of costs more than the nap, since it gives the
-// thread's processor to another one, which looks for work and finds none; so as long as other processors are left, the
-// runtime is not told.
-func sleep(nanoseconds int64, processors int) {
-	t := unix.Timespec{Nsec: nanoseconds}
+// sleep is the nap itself: as long as *word is value, until nvme.FutexWake, or until the time is over. Even a system
+// call that the runtime knows of costs more than the nap, since it gives the thread's processor to another one, which
+// looks for work and finds none; so as long as other processors are left, the runtime is not told.
+func sleep(word *uint32, value uint32, nanoseconds int64, processors int) {
+	const futexWait = 0
+	t := unix.NsecToTimespec(nanoseconds)
 	if int(napping.Add(1)) < processors {
-		_, _, _ = unix.RawSyscall(unix.SYS_NANOSLEEP, uintptr(unsafe.Pointer(&t)), 0, 0)
+		_, _, _ = unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
+			uintptr(unsafe.Pointer(&t)), 0, 0)
 	} else {
-		_ = unix.Nanosleep(&t, nil)
+		nvme.FutexWait(word, value, time.Duration(nanoseconds))
 	}
 	napping.Add(-1)
 }

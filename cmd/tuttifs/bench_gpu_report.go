@@ -21,6 +21,8 @@ type gpuReport struct {
 	LayerBytes    uint64 `json:"layer_bytes"`
 	StagingBytes  uint64 `json:"staging_bytes"`
 	BounceBytes   uint64 `json:"bounce_bytes"`
+	MoveBytes     uint64 `json:"move_bytes"`
+	Moves         int    `json:"moves"`
 
 	Rates         []gpuRate         `json:"rates,omitempty"`
 	Sums          []gpuSumsCost     `json:"sums,omitempty"`
@@ -78,8 +80,9 @@ func (r *gpuReport) save(path string) error {
 func (r *gpuReport) print(e *env) error {
 	e.printf("%s, CUDA driver %d.%d, %d cores, %d pollers, %d lanes of %d RAM-backed drives\n", r.GPU,
 		r.DriverVersion/1000, r.DriverVersion%1000/10, r.Cores, r.Pollers, r.Lanes, r.Drives)
-	e.printf("%d layers of %s, %d runs an object, staging %s, bounce %s\n", r.Layers, humanBytes(r.LayerBytes), r.Runs,
-		humanBytes(r.StagingBytes), humanBytes(r.BounceBytes))
+	e.printf("%d layers of %s, %d runs an object, staging %s, bounce %s, %d pieces of %s\n", r.Layers,
+		humanBytes(r.LayerBytes), r.Runs, humanBytes(r.StagingBytes), humanBytes(r.BounceBytes), r.Moves,
+		humanBytes(r.MoveBytes))
 	for _, part := range []struct {
 		title, head string
 		rows        int
