@@ -28,11 +28,12 @@ var rooms = map[string][]string{
 	"drivemodel":        {},
 	"nvme":              {},
 	"ioctl":             {},
+	"wear":              {},
 	"extentmap/ondisk":  {"stripe"},
 	"extentmap":         {"extentmap/ondisk", "stripe", "drive"},
 	"extentmap/maptest": {"drive"},
 	"extentmap/check":   {"extentmap/ondisk", "stripe", "drive", "checksum"},
-	"gpufile":           {"extentmap", "extentmap/ondisk", "stripe", "checksum"},
+	"gpufile":           {"extentmap", "extentmap/ondisk", "stripe", "checksum", "wear"},
 	"nvme/emu":          {"nvme", "drive", "drivemodel"},
 	"cuda":              {},
 	"cuda/cudatest":     {"cuda", "nvme", "checksum"},
@@ -42,7 +43,7 @@ var rooms = map[string][]string{
 	"lib":               {"engine", "gio", "stripe", "checksum", "cuda"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},
 	"daemon": {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "drivemodel", "checksum",
-		"stripe"},
+		"stripe", "wear"},
 }
 
 // onlyIn names the rooms that may import a module (tests included).

@@ -18,6 +18,7 @@ import (
 	"tuttifs/extentmap"
 	"tuttifs/fs"
 	"tuttifs/gpufile"
+	"tuttifs/wear"
 )
 
 // Options of Run. Zero fields take defaults.
@@ -31,6 +32,7 @@ type Options struct {
 	Discard           *bool         // nil: on for block devices, off for files
 	CheckpointSeconds int           // 0: 30
 	Policy            string        // "": lru
+	Admission         wear.GateOptions
 	Pollers           int           // polling threads of a session; 0: 1
 	Profiles          DriveProfiles // of modelled drives
 	SocketDir         string        // for engines' attachments; "": /run/tuttifs
@@ -57,6 +59,7 @@ type Daemon struct {
 	serving atomic.Pointer[fs.Server] // server, once mounted: status and metrics may be asked for before
 	metrics *metricsServer
 	drives  *drives
+	wear    *wearWatch
 }
 
 func (o *Options) fill() {
@@ -146,7 +149,8 @@ func (d *Daemon) open() (err error) {
 	if err := o.Profiles.beginAll(d.volume, o.Log); err != nil {
 		return err
 	}
-	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy}); err != nil {
+	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy,
+		Admission: o.Admission}); err != nil {
 		return err
 	}
 	payload := newPayload(d.volume, o.DriveTimeout)
@@ -161,6 +165,9 @@ func (d *Daemon) open() (err error) {
 	if d.drives, err = serveDrives(d); err != nil {
 		return err
 	}
+	d.wear = newWearWatch(d.volume, d.control.engineWrites,
+		func(index uint16) uint64 { return payload.written[index].Load() }, drive.ReadLog)
+	d.wear.run()
 	if o.MetricsAddress != "" {
 		if d.metrics, err = serveMetrics(d, o.MetricsAddress); err != nil {
 			return err
@@ -229,6 +236,9 @@ func (d *Daemon) close() (err error) {
 	}
 	if d.drives != nil {
 		err = errors.Join(err, d.drives.close())
+	}
+	if d.wear != nil {
+		d.wear.close()
 	}
 	if d.control != nil {
 		err = errors.Join(err, d.control.Shutdown())

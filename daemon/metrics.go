@@ -42,6 +42,10 @@ func (d *Daemon) stats() *StatsDocument {
 		sessions[m.Session] = true
 	}
 	doc.Sessions = uint64(len(sessions))
+	doc.Wear = d.wear.stats(time.Now())
+	if e, ok := d.store.Expectation(); ok {
+		doc.Expectation = &e
+	}
 	info := d.volume.Info()
 	for i := range info.Drives {
 		dr := &info.Drives[i]
@@ -92,6 +96,8 @@ var poolMetrics = []metric[PoolStats]{
 	counter("reserved_total", "Files reserved.", func(s *PoolStats) uint64 { return s.Reserved }),
 	counter("committed_total", "Files committed.", func(s *PoolStats) uint64 { return s.Committed }),
 	counter("aborted_total", "Reservations aborted.", func(s *PoolStats) uint64 { return s.Aborted }),
+	counter("declined_total", "Files that the admission policy did not want on the drives.",
+		func(s *PoolStats) uint64 { return s.Declined }),
 	counter("evicted_total", "Files evicted for room.", func(s *PoolStats) uint64 { return s.Evicted }),
 	counter("doomed_total", "Files removed by name.", func(s *PoolStats) uint64 { return s.Doomed }),
 	counter("bad_total", "Files evicted because their bytes were damaged.", func(s *PoolStats) uint64 { return s.Bad }),
@@ -128,6 +134,44 @@ var driveMetrics = []metric[DriveErrs]{
 	counter("failed_reads_total", "Reads that failed.", func(s *DriveErrs) uint64 { return s.Reads }),
 	counter("failed_writes_total", "Writes and flushes that failed.", func(s *DriveErrs) uint64 { return s.Writes }),
 	counter("timeouts_total", "Operations that were given up.", func(s *DriveErrs) uint64 { return s.Timeouts }),
+}
+
+// logValue is a figure of a drive's own log, 0 where it has none.
+func logValue(name, help string, kind prometheus.ValueType, value func(*DriveLog) float64) metric[DriveWear] {
+	return metric[DriveWear]{"log_" + name, help, kind, func(s *DriveWear) float64 {
+		if s.Log == nil {
+			return 0
+		}
+		return value(s.Log)
+	}}
+}
+
+var wearMetrics = []metric[DriveWear]{
+	counter("payload_written_bytes_total", "Bytes of files written, by engines and by copies.",
+		func(s *DriveWear) uint64 { return s.PayloadWritten }),
+	counter("metadata_written_bytes_total", "Bytes of journal and tables written.",
+		func(s *DriveWear) uint64 { return s.MetadataWritten }),
+	{"write_amplification", "Bytes of files and metadata for a byte of files.", prometheus.GaugeValue,
+		func(s *DriveWear) float64 { return s.Amplification }},
+	{"writes_per_day_last_minute", "Drive writes per day at the rate of the last minute.", prometheus.GaugeValue,
+		func(s *DriveWear) float64 { return s.MinuteDWPD }},
+	{"writes_per_day_last_hour", "Drive writes per day at the rate of the last hour.", prometheus.GaugeValue,
+		func(s *DriveWear) float64 { return s.HourDWPD }},
+	{"log_available", "1 while the drive's own log can be read; the other drive_log series are 0 without.",
+		prometheus.GaugeValue, func(s *DriveWear) float64 {
+			if s.Log == nil {
+				return 0
+			}
+			return 1
+		}},
+	logValue("host_written_bytes_total", "Bytes that hosts wrote in the drive's life, by its log.",
+		prometheus.CounterValue, func(l *DriveLog) float64 { return l.HostWritten }),
+	logValue("media_written_bytes_total", "Bytes written to the drive's media in its life, by its OCP log; 0 without.",
+		prometheus.CounterValue, func(l *DriveLog) float64 { return l.MediaWritten }),
+	logValue("media_write_amplification", "Media bytes for a byte of the host since the mount; 0 before a GiB.",
+		prometheus.GaugeValue, func(l *DriveLog) float64 { return l.MediaFactor }),
+	logValue("used_ratio", "Part of the drive's expected life that is used up, by its log; may exceed 1.",
+		prometheus.GaugeValue, func(l *DriveLog) float64 { return float64(l.UsedPercent) / 100 }),
 }
 
 var volumeMetrics = []metric[StatsDocument]{
@@ -187,6 +231,9 @@ func newCollector(d *Daemon) *collector {
 	for _, m := range driveMetrics {
 		describe("drive_"+m.name, m.help, "drive")
 	}
+	for _, m := range wearMetrics {
+		describe("drive_"+m.name, m.help, "drive")
+	}
 	for _, m := range volumeMetrics {
 		describe(m.name, m.help)
 	}
@@ -218,6 +265,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for index, errs := range s.DriveErrors {
 		emit(c, out, driveMetrics, "drive_", &errs, index)
+	}
+	for index, w := range s.Wear {
+		emit(c, out, wearMetrics, "drive_", &w, index)
 	}
 	emit(c, out, volumeMetrics, "", s)
 }

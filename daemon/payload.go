@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tuttifs/checksum"
@@ -37,13 +38,14 @@ type payload struct {
 	volume   *extentmap.Volume
 	patience time.Duration // for one transfer
 	on       *[extentmap.MaxDrives]chan struct{}
+	written  *[extentmap.MaxDrives]atomic.Uint64 // bytes of writes that succeeded
 }
 
 // NewPayload serves the files of one volume to a mount of it.
 func NewPayload(v *extentmap.Volume) fs.Payload { return newPayload(v, 30*time.Second) }
 
 func newPayload(v *extentmap.Volume, patience time.Duration) payload {
-	y := payload{v, patience, new([extentmap.MaxDrives]chan struct{})}
+	y := payload{v, patience, new([extentmap.MaxDrives]chan struct{}), new([extentmap.MaxDrives]atomic.Uint64)}
 	for i := range y.on {
 		y.on[i] = make(chan struct{}, transfersMax)
 	}
@@ -72,7 +74,11 @@ func (y payload) transfer(index uint16, write bool, n int, data, into []byte, f 
 	}()
 	select {
 	case err := <-done:
-		if err == nil && !write {
+		switch {
+		case err != nil:
+		case write:
+			y.written[index].Add(uint64(n))
+		default:
 			copy(into, b)
 		}
 		giveBuffer(b)

@@ -11,6 +11,7 @@ import (
 	"tuttifs/drivemodel"
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
+	"tuttifs/wear"
 )
 
 // StatusVersion stands in every status document. It changes when a key is removed or changes its meaning.
@@ -63,6 +64,7 @@ type PoolDocument struct {
 	MaxBytes      uint64          `json:"max_bytes"`
 	MaxSlots      uint32          `json:"max_slots"`
 	Created       time.Time       `json:"created,omitzero"`
+	Admission     string          `json:"admission,omitempty"` // of a mounted volume
 }
 
 // FamilyDocument names the pools that hit and commit together.
@@ -133,6 +135,7 @@ type PoolStats struct {
 	Reserved      uint64 `json:"reserved"`
 	Committed     uint64 `json:"committed"`
 	Aborted       uint64 `json:"aborted"`
+	Declined      uint64 `json:"declined"` // not admitted to the drives
 	Evicted       uint64 `json:"evicted"`
 	Doomed        uint64 `json:"doomed"`
 	Bad           uint64 `json:"bad"`
@@ -149,8 +152,8 @@ type PoolStats struct {
 }
 
 func newPoolStats(s gpufile.Stats) PoolStats {
-	return PoolStats{s.Lookups, s.Hits, s.Misses, s.Reserved, s.Committed, s.Aborted, s.Evicted, s.Doomed, s.Bad,
-		s.Unreadable, s.Files, s.FilesPinned, s.FilesReserved, s.FilesAway,
+	return PoolStats{s.Lookups, s.Hits, s.Misses, s.Reserved, s.Committed, s.Aborted, s.Declined, s.Evicted, s.Doomed,
+		s.Bad, s.Unreadable, s.Files, s.FilesPinned, s.FilesReserved, s.FilesAway,
 		s.SlotsFree, s.SlotsFreeing, s.SlotsUsed, s.BytesUsed, s.BytesCapacity}
 }
 
@@ -161,6 +164,7 @@ func (s *PoolStats) add(o *PoolStats) {
 	s.Reserved += o.Reserved
 	s.Committed += o.Committed
 	s.Aborted += o.Aborted
+	s.Declined += o.Declined
 	s.Evicted += o.Evicted
 	s.Doomed += o.Doomed
 	s.Bad += o.Bad
@@ -231,6 +235,9 @@ type StatsDocument struct {
 	DrivesLost    uint64               `json:"drives_lost"`
 	RowsAway      uint64               `json:"rows_unavailable"`
 	DriveErrors   map[string]DriveErrs `json:"drive_errors"` // by index
+	Wear          map[string]DriveWear `json:"wear"`         // likewise
+	// Expectation is what cost-aware admission believes now, where a pool has it.
+	Expectation *wear.Expectation `json:"admission_expectation,omitempty"`
 }
 
 // DriveErrs are what one drive has failed to do since the mount, metadata and payload of the mount's own readers and
@@ -274,12 +281,10 @@ func (d *Daemon) versionDocument() any {
 
 func (d *Daemon) volumeDocument() any {
 	doc := NewVolumeDocument(d.volume)
-	created := map[uint16]time.Time{}
-	for _, p := range d.store.Pools() {
-		created[uint16(p.ID())] = p.Created()
-	}
 	for i := range doc.Pools {
-		doc.Pools[i].Created = created[doc.Pools[i].ID]
+		if p := d.store.PoolByID(extentmap.PoolID(doc.Pools[i].ID)); p != nil {
+			doc.Pools[i].Created, doc.Pools[i].Admission = p.Created(), p.Admission().String()
+		}
 	}
 	return doc
 }
@@ -362,7 +367,8 @@ type OptionsDocument struct {
 	Discard             string   `json:"discard"` // "on", "off" or "auto"; what it comes to is in DriveDocument
 	CheckpointSeconds   int      `json:"checkpoint_seconds"`
 	Policy              string   `json:"policy"`
-	Degraded            bool     `json:"degraded"` // allowed at the mount
+	Admission           string   `json:"admission"` // of pools that have none of their own, see PoolDocument
+	Degraded            bool     `json:"degraded"`  // allowed at the mount
 	DriveTimeoutSeconds float64  `json:"drive_timeout_seconds"`
 	Pollers             int      `json:"pollers"`
 	// DriveProfiles are the names of profiles that drives are held back to, by index, or by "all" for those without one
@@ -384,7 +390,8 @@ func (d *Daemon) optionsDocument() any {
 	doc := OptionsDocument{
 		OutputVersion: StatusVersion, ReadOnly: o.ReadOnly, Discard: "auto", CheckpointSeconds: o.CheckpointSeconds,
 		Degraded: o.Degraded, DriveTimeoutSeconds: o.DriveTimeout.Seconds(),
-		Policy: o.Policy, Pollers: o.Pollers, SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther,
+		Policy: o.Policy, Admission: o.Admission.Admissions.Default.String(), Pollers: o.Pollers,
+		SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther,
 		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
 		AttrTimeoutSeconds: o.AttrTimeout.Seconds(), DriveProfiles: map[string]string{},
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/drive"
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
 )
@@ -19,6 +20,9 @@ func newTestDaemon(t *testing.T) *Daemon {
 	w := newWorld(t, gpufile.Options{}, ControlOptions{})
 	d := &Daemon{options: Options{Version: "v"}, volume: w.volume, store: w.store, control: w.control}
 	d.options.fill()
+	d.wear = newWearWatch(w.volume, w.control.engineWrites, func(uint16) uint64 { return 0 }, drive.ReadLog)
+	d.wear.run()
+	t.Cleanup(d.wear.close)
 	return d
 }
 
@@ -50,6 +54,7 @@ func TestStatusFiles(t *testing.T) {
 	stats := content(t, d, "stats")
 	require.Empty(t, stats["pools"])
 	require.Len(t, stats["drives"], 2)
+	require.Len(t, stats["wear"], 2)
 }
 
 // The drives document shows what is in effect of the discard option, whatever was asked for.
@@ -113,6 +118,9 @@ func TestMetricsAreThereFromTheStart(t *testing.T) {
 	}
 	for _, m := range volumeMetrics {
 		require.Contains(t, values, "tuttifs_"+m.name)
+	}
+	for _, m := range wearMetrics {
+		require.Contains(t, values, "tuttifs_drive_"+m.name)
 	}
 	require.Positive(t, values["tuttifs_space_total_bytes"])
 }

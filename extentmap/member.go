@@ -69,7 +69,8 @@ type member struct {
 	tables []*tableSegment // highest segment first
 
 	readErrors, writeErrors, timeouts atomic.Uint64
-	stuck                             atomic.Int64 // operations that were given up and have not returned
+	written                           atomic.Uint64 // bytes of metadata
+	stuck                             atomic.Int64  // operations that were given up and have not returned
 }
 
 // tableSegment is a segment that holds record tables.
@@ -132,7 +133,11 @@ func (m *member) readAt(p []byte, unit uint64) error {
 }
 
 func (m *member) writeAt(p []byte, unit uint64) error {
-	return m.write("write", func() error { return m.dev.WriteAt(p, int64(unit)*ondisk.BlockBytes) })
+	err := m.write("write", func() error { return m.dev.WriteAt(p, int64(unit)*ondisk.BlockBytes) })
+	if err == nil {
+		m.written.Add(uint64(len(p)))
+	}
+	return err
 }
 
 func (m *member) flush() error { return m.write("flush", func() error { return m.dev.Flush() }) }

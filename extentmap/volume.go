@@ -109,6 +109,7 @@ type DriveInfo struct {
 	ReadErrors   uint64
 	WriteErrors  uint64
 	Timeouts     uint64 // operations that were given up
+	MetaWritten  uint64 // bytes of metadata written since the mount, or since the drive came
 	State        DriveState
 	Held         bool   // given no rows yet: engines are attached that do not know it
 	Cause        string // why it is lost
@@ -154,7 +155,8 @@ func (v *Volume) Info() Info {
 			Discard:  !v.readOnly && v.discards.asks(m),
 			Segments: m.region.Segments, FreeSegments: m.free,
 			ReadErrors: m.readErrors.Load(), WriteErrors: m.writeErrors.Load(), Timeouts: m.timeouts.Load(),
-			State: DriveState(m.state.Load()), Held: m.held.Load(),
+			MetaWritten: m.written.Load(),
+			State:       DriveState(m.state.Load()), Held: m.held.Load(),
 		}
 		if m.dev != nil {
 			d.Kind, d.Bytes, d.LBABytes, d.Direct = m.dev.Kind(), uint64(m.dev.Size()), m.dev.LBABytes(), m.dev.Direct()

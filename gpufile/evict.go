@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"tuttifs/extentmap"
+	"tuttifs/wear"
 )
 
 const (
@@ -136,6 +137,9 @@ func (p *Pool) applyPlan() int {
 	for _, v := range p.victims {
 		if !v.orphan {
 			p.policy.evicted(v.slot)
+		}
+		if p.admission == wear.CostAware {
+			p.s.gate.Evicted(p.keySpace, p.m.RecordKey(v.slot))
 		}
 		p.forget(v.slot)
 		p.nodes.s[v.slot].meta = 0

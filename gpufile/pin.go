@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"tuttifs/checksum"
+	"tuttifs/wear"
 )
 
 // Grant is one slot handed to a session.
@@ -20,12 +21,13 @@ type Grant struct {
 type GrantStatus uint8
 
 const (
-	GrantNone    GrantStatus = iota
-	GrantPinned              // readable
-	GrantNew                 // reserved: write it
-	GrantJoined              // reserved by another rank of this session under the same reserve id
-	GrantExists              // already committed; nothing to write
-	GrantPending             // another engine is storing it
+	GrantNone     GrantStatus = iota
+	GrantPinned               // readable
+	GrantNew                  // reserved: write it
+	GrantJoined               // reserved by another rank of this session under the same reserve id
+	GrantExists               // already committed; nothing to write
+	GrantPending              // another engine is storing it
+	GrantDeclined             // not admitted to the drives, by policy; nothing to write
 )
 
 // pinset is what one request id holds: immutable but for its owners and deadline, which the session's mutex guards.
@@ -128,6 +130,9 @@ func (m *Member) Pin(g *Group, tenant uint32, request uint64, keys []Key, grants
 	}
 	if n == 0 {
 		return 0, nil
+	}
+	if p := g.pools[0]; p.admission == wear.CostAware {
+		ses.s.gate.Hit(p.keySpace, keys[:n])
 	}
 	ps := &pinset{
 		g: g, tenant: tenant, n: n, slots: make([]uint32, n*len(g.pools)),

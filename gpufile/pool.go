@@ -9,6 +9,7 @@ import (
 	"tuttifs/checksum"
 	"tuttifs/extentmap"
 	"tuttifs/extentmap/ondisk"
+	"tuttifs/wear"
 )
 
 // Pool is one pool. Its mutex guards everything below it; verbs of a family take the mutexes of all its pools, in the
@@ -19,7 +20,11 @@ type Pool struct {
 	identity Identity
 	digest   [32]byte
 	group    *Group
-	created  time.Time
+	// admission is the policy of what is stored under the pool's own name or its family's; keySpace tells its keys from
+	// those of other pools and families at the gate.
+	admission wear.Policy
+	keySpace  uint32
+	created   time.Time
 
 	// Tables made once from the geometry.
 	objectUnits []uint32   // 4-KiB units by object
@@ -55,6 +60,7 @@ type counters struct {
 	lookups, hits, misses        atomic.Uint64
 	reserved, committed, aborted atomic.Uint64
 	evicted, doomed, bad         atomic.Uint64
+	declined                     atomic.Uint64
 	unreadable                   atomic.Uint64
 }
 
@@ -79,6 +85,9 @@ func (p *Pool) Identity() Identity   { return p.identity }
 func (p *Pool) Map() *extentmap.Pool { return p.m }
 func (p *Pool) Created() time.Time   { return p.created }
 
+// Admission is the policy by which the pool's files are admitted to the drives.
+func (p *Pool) Admission() wear.Policy { return p.admission }
+
 // newPool makes the tables of a pool and loads its committed files.
 func newPool(s *Store, m *extentmap.Pool) (*Pool, error) {
 	spec := m.Spec()
@@ -92,6 +101,10 @@ func newPool(s *Store, m *extentmap.Pool) (*Pool, error) {
 		growth: growth{draining: none},
 	}
 	p.group = &Group{pools: []*Pool{p}, trailing: []uint32{0}, id: groupID(m.ID())}
+	p.admission, p.keySpace = s.gate.Policy(spec.Name, spec.Family), groupID(m.ID())
+	if family := m.FamilyID(); family != 0 {
+		p.keySpace = familyGroup | uint32(family)
+	}
 	p.index = newIndex(m)
 	p.orphans = newList(&p.nodes)
 	if p.policy, err = newPolicy(s.o.Policy, p); err != nil {

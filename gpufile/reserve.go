@@ -38,6 +38,7 @@ type reservation struct {
 	files   []resFile  // [item][pool]
 	held    []heldSlot // committed parents, pinned until the outcome
 	need    []int      // by pool: slots to allocate
+	gate    gateAsks
 
 	state     reserveState
 	deadline  time.Time
@@ -70,7 +71,8 @@ const putBytes = 160
 
 // Reserve leases slots for writing: all or nothing (ErrNoSpace, ErrAgain, ErrQuota) unless partial, which grants a
 // leading run. Other ranks join by the same reserve id and get the same slots. Evicts as needed, leaf first, pinned
-// never. Parents come before their children among the items.
+// never. Parents come before their children among the items. Items that the admission policy does not want on the
+// drives are granted as GrantDeclined.
 func (m *Member) Reserve(
 	g *Group, tenant uint32, reserve uint64, items []ReserveItem, partial bool, grants []Grant,
 ) (n int, err error) {
@@ -168,6 +170,7 @@ func (r *reservation) secure(partial bool) (int, error) {
 	if err := r.classify(); err != nil {
 		return 0, err
 	}
+	r.admit()
 	defer r.unprotect(r.protect())
 	if q := r.ses.s.quotaBytes(r.tenant); q != 0 {
 		r.ses.s.quotaMu.Lock() // from looking at the tenant's bytes until they are charged
@@ -190,6 +193,7 @@ func (r *reservation) secure(partial bool) (int, error) {
 		}
 	}
 	r.trim(n)
+	r.asked()
 	r.grant()
 	for _, p := range r.g.pools {
 		p.freeAhead()

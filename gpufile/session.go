@@ -45,6 +45,7 @@ type session struct {
 	pinsNamed    int          // files that pins name
 	itemsNamed   int          // files that open reservations name
 	scratch      []uint32
+	admitAll     bool // the admission policy is not asked
 }
 
 // requestKey names a request or a reservation: ids are the engine's, one space for each group.
@@ -117,6 +118,13 @@ func (s *Store) Join(t Token, uid uint32) (*Member, error) {
 
 func (m *Member) SessionID() uint32 { return m.ses.id }
 func (m *Member) Token() Token      { return m.ses.token }
+
+// AdmitAll makes the session's files admitted whatever the policy: for what a person stores by hand.
+func (m *Member) AdmitAll() {
+	m.ses.mu.Lock()
+	defer m.ses.mu.Unlock()
+	m.ses.admitAll = true
+}
 
 // lock takes the session's mutex; it fails for a member that has left.
 func (m *Member) lock() error {

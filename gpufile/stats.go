@@ -12,6 +12,7 @@ import (
 type Stats struct {
 	Lookups, Hits, Misses              uint64 // blocks asked of Pin
 	Reserved, Committed, Aborted       uint64
+	Declined                           uint64 // files that were not admitted
 	Evicted, Doomed, Bad, Unreadable   uint64
 	Files, FilesPinned, FilesReserved  uint64 // gauges
 	FilesAway                          uint64 // likewise: committed, on lost drives or unreadable
@@ -27,7 +28,8 @@ func (p *Pool) Stats() Stats {
 	st := Stats{
 		Lookups: c.lookups.Load(), Hits: c.hits.Load(), Misses: c.misses.Load(),
 		Reserved: c.reserved.Load(), Committed: c.committed.Load(), Aborted: c.aborted.Load(),
-		Evicted: c.evicted.Load(), Doomed: c.doomed.Load(), Bad: c.bad.Load(),
+		Declined: c.declined.Load(),
+		Evicted:  c.evicted.Load(), Doomed: c.doomed.Load(), Bad: c.bad.Load(),
 		Unreadable: c.unreadable.Load(), FilesAway: p.away,
 		Files: p.files, FilesPinned: p.pinned, FilesReserved: p.reserved,
 	}

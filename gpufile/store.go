@@ -10,6 +10,7 @@ import (
 
 	"tuttifs/checksum"
 	"tuttifs/extentmap"
+	"tuttifs/wear"
 )
 
 // Options of Open. The zero value is the default.
@@ -20,6 +21,8 @@ type Options struct {
 	Now            func() time.Time
 	// NoIO: nobody writes payloads (replay --metadata-only, bench meta); commits do not require written objects.
 	NoIO bool
+	// Admission says which files are admitted to the drives; all by default.
+	Admission wear.GateOptions
 }
 
 // Times of the store's worker.
@@ -41,6 +44,8 @@ type Store struct {
 	opening sync.Mutex // one OpenPool at a time; before any other mutex
 	set     atomic.Pointer[poolSet]
 	quotaMu sync.Mutex // after the pools' mutexes
+
+	gate *wear.Gate // nil: everything is admitted
 
 	tenantsMu sync.Mutex // a leaf
 	tenants   map[uint32]*tenantTotal
@@ -85,6 +90,10 @@ func Open(v *extentmap.Volume, o Options) (*Store, error) {
 		wishes:   make(chan wish, 1),
 		wake:     make(chan struct{}, 1),
 		quit:     make(chan struct{}),
+	}
+	var err error
+	if s.gate, err = wear.NewGate(o.Admission); err != nil {
+		return nil, err
 	}
 	s.set.Store(&poolSet{byName: make(map[string]*Pool)})
 	for _, m := range v.Pools() {
@@ -162,6 +171,18 @@ func (s *Store) closePools() {
 		p.close()
 		p.mu.Unlock()
 	}
+	// The only possible failure is a range that is not mapped, which would be a fault of ours without remedy.
+	_ = s.gate.Close()
+}
+
+// Expectation is what cost-aware admission believes now, if any pool has it.
+func (s *Store) Expectation() (e wear.Expectation, ok bool) {
+	for _, p := range s.set.Load().list {
+		if p.admission == wear.CostAware && !s.detached.Load() {
+			return s.gate.Expectation(), true
+		}
+	}
+	return e, false
 }
 
 // shut closes all members and waits for what is being committed.

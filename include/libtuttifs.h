@@ -255,6 +255,7 @@ int tuttifs_unregister(tuttifs_memory_t registered);
 #define TUTTIFS_LEASE_JOINED 3u  /* reserved by another rank of this session: write this rank's objects */
 #define TUTTIFS_LEASE_EXISTS 4u  /* stored already: nothing to write */
 #define TUTTIFS_LEASE_PENDING 5u /* another engine is storing it */
+#define TUTTIFS_LEASE_DECLINED 6u /* the mount's admission policy does not want it: nothing to write */
 
 /* A file's slot, leased to the session. */
 struct tuttifs_lease {
@@ -288,8 +289,8 @@ struct tuttifs_item {
 };
 
 /* Leases slots for writing: all or nothing, or with TUTTIFS_PARTIAL a leading run where not all fit. Other ranks of the
- * session join by the same id and items. Waits while space is being freed. Leases that EXIST or are PENDING are not
- * written. */
+ * session join by the same id and items. Waits while space is being freed. Leases that EXIST, are
+ * PENDING or are DECLINED are not written; treat statuses that this header does not know likewise. */
 #define TUTTIFS_PARTIAL 1u
 int tuttifs_reserve(tuttifs_pool_t pool, uint32_t tenant, uint64_t reserve, const struct tuttifs_item *items,
                     uint64_t count, uint32_t flags, struct tuttifs_lease *leases, uint64_t *granted);

@@ -279,6 +279,7 @@ TUTTIFS_SIZE(tuttifs_peek, 48);
 #define TUTTIFS_GRANT_JOINED 3 /* reserved by another rank of this session under the same reserve id: write this rank's objects */
 #define TUTTIFS_GRANT_EXISTS 4 /* committed already; nothing to write */
 #define TUTTIFS_GRANT_PENDING 5 /* another engine is storing it */
+#define TUTTIFS_GRANT_DECLINED 6 /* TUTTIFS_GRANT_DECLINED: the admission policy does not want it on the drives; the reservation goes on without it */
 
 /* struct tuttifs_grant is one slot leased to the session. For a family, grants lie [key][pool],
  * pools in the family's order. */

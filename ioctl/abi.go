@@ -283,6 +283,8 @@ const (
 	GrantJoined  = 3 // reserved by another rank of this session under the same reserve id: write this rank's objects
 	GrantExists  = 4 // committed already; nothing to write
 	GrantPending = 5 // another engine is storing it
+	// GrantDeclined: the admission policy does not want it on the drives; the reservation goes on without it
+	GrantDeclined = 6
 )
 
 // Grant is one slot leased to the session. For a family, grants lie [key][pool], pools in the family's order.

@@ -1,6 +1,8 @@
 package nvme
 
 import (
+	"errors"
+	"fmt"
 	"structs"
 	"unsafe"
 )
@@ -61,7 +63,65 @@ var (
 	_ = [1]struct{}{}[unsafe.Sizeof(SMARTLog{})-SMARTLogBytes]
 	_ = [1]struct{}{}[unsafe.Offsetof(SMARTLog{}.DataUnitsRead)-32]
 	_ = [1]struct{}{}[unsafe.Offsetof(SMARTLog{}.Sensors)-200]
+	_ = [1]struct{}{}[unsafe.Sizeof(OCPLog{})-OCPLogBytes]
+	_ = [1]struct{}{}[unsafe.Offsetof(OCPLog{}.GUID)-496]
 )
+
+// DataUnitBytes is the unit of SMARTLog's DataUnits fields.
+const DataUnitBytes = 512 * 1000
+
+// ErrLog: bytes that are no log page of the kind that was asked for.
+var ErrLog = errors.New("nvme: log page")
+
+// ParseSMARTLog decodes the SMART / Health Information log.
+func ParseSMARTLog(b []byte) (l SMARTLog, err error) {
+	if len(b) < SMARTLogBytes {
+		return l, fmt.Errorf("%w: SMART / health information of %d bytes, %d are defined", ErrLog, len(b), SMARTLogBytes)
+	}
+	copy(wire(&l), b)
+	return l, nil
+}
+
+// HostBytesWritten is what hosts wrote to the drive in its life, to the data unit.
+func (l *SMARTLog) HostBytesWritten() float64 { return Uint128(l.DataUnitsWritten) * DataUnitBytes }
+
+// Uint128 is a counter of a log, low word first, as far as a float64 holds it.
+func Uint128(v [2]uint64) float64 { return float64(v[0]) + float64(v[1])*(1<<64) }
+
+// LogOCP is the SMART / Health Information Extended log of the Open Compute Project's datacenter NVMe SSD
+// specification: a vendor-specific page that is known by its GUID.
+const LogOCP = 0xc0
+
+// OCPLog is the part of that log that tuttifs uses.
+type OCPLog struct {
+	_            structs.HostLayout
+	MediaWritten [2]uint64 // bytes written to the media, whoever asked for it; 128 bits, low word first
+	MediaRead    [2]uint64
+	_            [462]byte
+	Version      uint16
+	GUID         [16]byte
+}
+
+// OCPLogBytes is its size.
+const OCPLogBytes = 512
+
+// ocpGUID is AFD514C9-7C6F-4F9C-A4F2-BFEA2810AFC5, little-endian.
+var ocpGUID = [16]byte{0xc5, 0xaf, 0x10, 0x28, 0xea, 0xbf, 0xf2, 0xa4, 0x9c, 0x4f, 0x6f, 0x7c, 0xc9, 0x14, 0xd5, 0xaf}
+
+// ParseOCPLog decodes the log. Page C0h of a drive that does not follow that specification is something else: ErrLog.
+func ParseOCPLog(b []byte) (l OCPLog, err error) {
+	if len(b) < OCPLogBytes {
+		return l, fmt.Errorf("%w: OCP log of %d bytes, %d are defined", ErrLog, len(b), OCPLogBytes)
+	}
+	copy(wire(&l), b)
+	if l.GUID != ocpGUID {
+		return OCPLog{}, fmt.Errorf("%w: page %02xh is another vendor's", ErrLog, LogOCP)
+	}
+	return l, nil
+}
+
+// AppendBinary appends the log's 512 bytes.
+func (l *OCPLog) AppendBinary(b []byte) ([]byte, error) { return append(b, wire(l)...), nil }
 
 // AppendBinary appends the entry's 64 bytes.
 func (e *ErrorLogEntry) AppendBinary(b []byte) ([]byte, error) { return append(b, wire(e)...), nil }

@@ -53,7 +53,7 @@ func newFlags(name string) *pflag.FlagSet {
 // commands is the table of verbs, in the order of the help.
 var commands = []func() *command{
 	newMkfs, newMount, newUmount, newFsck, newInfo, newStatus, newLs, newPrefixes, newEvict, newScrub,
-	newDriveList, newDriveAdd, newDriveReplace, newDriveForget, newReplay, newTrace,
+	newDriveList, newDriveAdd, newDriveReplace, newDriveForget, newReplay, newTrace, newCost,
 	newBenchMeta, newBenchRings, newBenchGPU,
 }
 

@@ -14,20 +14,32 @@ import (
 	"tuttifs/extentmap"
 )
 
-type infoOptions struct{ json bool }
+type infoOptions struct {
+	json, wear bool
+	endurance  enduranceFlag
+}
 
 func newInfo() *command {
 	o := &infoOptions{}
 	f := newFlags("info")
+	f.BoolVar(&o.wear, "wear", false, "show what writing does to the drives instead")
+	f.Var(&o.endurance, "endurance",
+		"rating of the drives, or of one, for --wear: 1dwpd (over five years), 14000tbw, 14pbw; may be repeated")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
 		name: "info", synopsis: "[FLAGS] MOUNT | DRIVE...", summary: "show a volume: geometry, drives, pools, space",
 		exits: &plainExits, flags: f,
 		long: `
 Describes the volume that is mounted on a directory, or that a drive is a member of. A volume that
-is not mounted is opened read-only; nothing is written.`,
+is not mounted is opened read-only; nothing is written.
+
+With --wear: what was written to each drive since the mount, how much of it was metadata, the
+drive writes per day of the last minute and hour, and what NVMe drives say of themselves: bytes
+written in their life, the part of it that is used up, and the bytes that reached the media where
+they tell. With --endurance also how long they last at that rate. Drives tell root only.`,
 		example: `
 tuttifs info /mnt/kv
+tuttifs info --wear --endurance 1dwpd --endurance 2:14000tbw /mnt/kv
 tuttifs info --json /dev/nvme1n1`,
 		run: o.run,
 	}
@@ -40,11 +52,17 @@ type infoDocument struct {
 	Drives []daemon.DriveDocument      `json:"drives"`
 	Space  daemon.SpaceStats           `json:"space"`
 	Stats  map[string]daemon.PoolStats `json:"pool_stats"`
+	Wear   []wearDocument              `json:"wear,omitempty"` // with --wear
+
+	wear map[string]daemon.DriveWear
 }
 
 func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
-	if len(args) == 0 {
+	switch {
+	case len(args) == 0:
 		return usagef("name a mount point or drives")
+	case o.endurance.given() && !o.wear:
+		return usagef("--endurance is for --wear")
 	}
 	var doc *infoDocument
 	var err error
@@ -59,8 +77,15 @@ func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
 	if err != nil {
 		return err
 	}
-	if o.json {
+	if o.wear {
+		doc.Wear = wearOf(doc.Drives, doc.wear, &o.endurance)
+	}
+	switch {
+	case o.json:
 		return printJSON(e.stdout, doc)
+	case o.wear:
+		printWear(e, doc.Wear, doc.Mount != "", o.endurance.given())
+		return nil
 	}
 	doc.print(e)
 	return nil
@@ -79,7 +104,7 @@ func mountInfo(dir string) (*infoDocument, error) {
 			return nil, err
 		}
 	}
-	doc.Drives, doc.Space, doc.Stats = drives.Drives, stats.Space, stats.Pools
+	doc.Drives, doc.Space, doc.Stats, doc.wear = drives.Drives, stats.Space, stats.Pools, stats.Wear
 	return doc, nil
 }
 
@@ -95,7 +120,7 @@ func driveInfo(paths []string) (doc *infoDocument, err error) {
 	defer func() { err = errors.Join(err, v.Close()) }()
 	info := v.Info()
 	doc = &infoDocument{VolumeDocument: *daemon.NewVolumeDocument(v), Drives: daemon.NewDriveDocuments(info.Drives),
-		Stats: map[string]daemon.PoolStats{}}
+		Stats: map[string]daemon.PoolStats{}, wear: logsOf(v, info.Drives)}
 	space := &doc.Space
 	space.TotalBytes = info.TotalBytes
 	for _, p := range v.Pools() {

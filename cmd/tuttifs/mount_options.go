@@ -12,6 +12,7 @@ import (
 
 	"tuttifs/daemon"
 	"tuttifs/drivemodel"
+	"tuttifs/wear"
 )
 
 // mountSettings are the mount options, decoded.
@@ -106,6 +107,23 @@ var mountOptionTable = []mountOption{
 		s.daemon.Policy = v
 		return nil
 	}},
+	{"admission", "[POOL:]POLICY", "what is stored at all: all, second-touch or cost-aware; of all pools, or of one " +
+		"or a family; may be repeated (default all)",
+		func(s *mountSettings, v string) error { return s.daemon.Admission.Admissions.Set(v) }},
+	{"admission_memory", "SIZE", "memory of keys that were asked for, 2 bytes each (default 4m)",
+		func(s *mountSettings, v string) error {
+			n, err := parseSize(v)
+			if err == nil && (n < wear.FilterBytesMin || n > wear.FilterBytesMax) {
+				err = errors.New("from 64k to 1g")
+			}
+			s.daemon.Admission.FilterBytes = int(n)
+			return err
+		}},
+	{"prices", "FILE", "what cost-aware admission reckons with, as in 'tuttifs cost --prices'",
+		func(s *mountSettings, v string) (err error) {
+			s.daemon.Admission.Prices, err = readPrices(v)
+			return err
+		}},
 	{"pollers", "N", "polling threads of a session (default 1)", func(s *mountSettings, v string) error {
 		return parsePositive(v, 64, &s.daemon.Pollers)
 	}},

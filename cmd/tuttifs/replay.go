@@ -13,12 +13,16 @@ import (
 
 	"tuttifs/gpufile"
 	"tuttifs/stripe"
+	"tuttifs/wear"
 )
 
 type replayOptions struct {
 	mount        string
 	metadataOnly bool
 	policy       string
+	admissions   []string
+	buffers      []string
+	prices       string
 	capacity     uint32
 	pool         string
 	model        string
@@ -38,6 +42,11 @@ func newReplay() *command {
 	f.StringVar(&o.mount, "mount", "", "mount point `DIR` to replay on (or name it behind the trace)")
 	f.BoolVar(&o.metadataOnly, "metadata-only", false, "count hits only, on a volume in memory: no mount, no bytes")
 	f.StringVar(&o.policy, "policy", "", "eviction `POLICY` with --metadata-only: lru, sieve or s3fifo (default lru)")
+	f.StringSliceVar(&o.admissions, "admission", nil,
+		"compare these admission `POLICIES` with --metadata-only: all, second-touch, cost-aware")
+	f.StringSliceVar(&o.buffers, "host-buffer", nil,
+		"and these `SIZES` of a simulated host buffer for blocks that were not admitted (default 0)")
+	f.StringVar(&o.prices, "prices", "", "what cost-aware reckons with, a `FILE` as in 'tuttifs cost --prices'")
 	f.Uint32Var(&o.capacity, "capacity-blocks", 0,
 		"most blocks that the pool may hold (default: as many as there is space for)")
 	f.StringVar(&o.pool, "pool", "", "`POOL` to replay into (default: replay-MODEL)")
@@ -68,12 +77,19 @@ commits them. The content of a block is derived from its key, so that a second r
 an earlier one stored. TRACE - reads standard input.
 
 Blocks that are neither hit nor stored found no space, are being stored by another engine, or are
-there already behind a block that is missing.
+there already behind a block that is missing; or the mount's admission policy did not want them.
+
+With --admission the trace is replayed once for each policy and size of the host buffer, and a table
+shows what they do to hits and to bytes written, against storing everything. The buffer is simulated:
+it holds the blocks that were not admitted last, and so serves their first reuse, when they are
+admitted. Bytes are those of the model's blocks. cost-aware draws its sample anew in each run, so its
+figures differ a little. docs/wear.md describes the policies.
 
 The exit status is 1 if any byte was wrong. hit_rate in JSON is a fraction of 1. GB are 10^9 bytes.`,
 		example: `
 tuttifs trace --requests 500 -o t.jsonl && tuttifs replay t.jsonl /mnt/kv --scale 1024
-tuttifs replay t.jsonl --metadata-only --policy s3fifo --capacity-blocks 10000 --json`,
+tuttifs replay t.jsonl --metadata-only --policy s3fifo --capacity-blocks 10000 --json
+tuttifs replay t.jsonl --metadata-only --admission all,second-touch,cost-aware --host-buffer 0,256g`,
 		run: o.run,
 	}
 }
@@ -105,6 +121,10 @@ func (o *replayOptions) check(args []string) (trace string, err error) {
 		return "", usagef("the policy of a mount is chosen when it is mounted: -o policy=%s", o.policy)
 	case o.policy != "" && !slices.Contains(policies, o.policy):
 		return "", usagef("--policy %s: one of %s", o.policy, strings.Join(policies, ", "))
+	case !o.metadataOnly && len(o.admissions) > 0:
+		return "", usagef("the admission policy of a mount is chosen when it is mounted: -o admission=%s", o.admissions[0])
+	case len(o.admissions) == 0 && (len(o.buffers) > 0 || o.prices != ""):
+		return "", usagef("--host-buffer and --prices are for --admission")
 	case !o.metadataOnly && o.dmaBytes < replayMemoryMin:
 		return "", usagef("--memory %v: at least %s", &o.dmaBytes, humanBytes(replayMemoryMin))
 	case o.pool != "" && !poolNameForm.MatchString(o.pool):
@@ -128,9 +148,12 @@ func (o *replayOptions) run(ctx context.Context, e *env, args []string) (err err
 	if err != nil {
 		return err
 	}
+	if len(o.admissions) > 0 {
+		return o.compare(ctx, e, requests)
+	}
 	var target replayTarget
 	if o.metadataOnly {
-		target, err = openMetadataTarget(o, uniqueBlocks(requests))
+		target, err = openMetadataTarget(o, uniqueBlocks(requests), wear.GateOptions{}, 0)
 	} else {
 		target, err = openMountTarget(o)
 	}
@@ -254,19 +277,26 @@ func (o *replayOptions) identity(kv stripe.KV) gpufile.Identity {
 
 // replayTarget is where a trace is replayed: a mount, or a store in this process without bytes.
 type replayTarget interface {
-	// pin leases the longest present prefix of keys until release.
-	pin(keys []gpufile.Key) (int, error)
+	// pin leases the longest prefix of keys that is on the drives until release, and says how many blocks behind it a
+	// host buffer has.
+	pin(keys []gpufile.Key) (hit, buffered int, err error)
 	// restore retrieves the first n pinned blocks and verifies them; failed is the number of blocks with wrong or damaged
 	// bytes. layer is told how long each layer of each batch took.
 	restore(keys []gpufile.Key, layer func(time.Duration)) (bytes uint64, failed int, err error)
-	// store stores and commits what is missing of items, in order, and returns how many blocks it stored. Fewer than all
-	// are stored when there is no space, or when others are storing them.
-	store(items []replayItem) (stored int, bytes uint64, err error)
+	// store stores and commits what is missing of items, in order. Fewer than all are stored when there is no space, when
+	// others are storing them, or when the admission policy does not want them.
+	store(items []replayItem) (replayStored, error)
 	// release ends the leases of pin.
 	release() error
 	// evictions since the start.
 	evictions() (uint64, error)
 	close() error
+}
+
+// replayStored is what became of blocks to store.
+type replayStored struct {
+	stored, declined int
+	bytes            uint64
 }
 
 // replayItem is one block to store.

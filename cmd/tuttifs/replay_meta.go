@@ -9,6 +9,7 @@ import (
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
 	"tuttifs/stripe"
+	"tuttifs/wear"
 )
 
 // metadataTarget is a store over a volume in memory. Slots are as small as they can be and nothing is ever written to
@@ -23,6 +24,7 @@ type metadataTarget struct {
 	request uint64 // id of the last pin or reservation
 	pinned  uint64 // id of the pin to release, 0 for none
 	grants  []gpufile.Grant
+	buffer  *hostBuffer
 }
 
 // reserveBatch is the number of blocks reserved and committed at a time.
@@ -31,8 +33,11 @@ const reserveBatch = 256
 // metadataSpare is the space of the metadata volume beyond its slots: labels, journal, and rows that round up.
 const metadataSpare = 1 << 30
 
-func openMetadataTarget(o *replayOptions, unique int) (t *metadataTarget, err error) {
-	t = &metadataTarget{grants: make([]gpufile.Grant, reserveBatch)}
+// openMetadataTarget makes the store, with a host buffer for so many blocks beside it.
+func openMetadataTarget(
+	o *replayOptions, unique int, admission wear.GateOptions, buffered int,
+) (t *metadataTarget, err error) {
+	t = &metadataTarget{grants: make([]gpufile.Grant, reserveBatch), buffer: newHostBuffer(buffered)}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, t.close())
@@ -60,7 +65,8 @@ func openMetadataTarget(o *replayOptions, unique int) (t *metadataTarget, err er
 	if t.volume, err = extentmap.OpenDrives(t.drives, extentmap.Options{}); err != nil {
 		return t, err
 	}
-	if t.files, err = gpufile.Open(t.volume, gpufile.Options{Policy: o.policy, NoIO: true}); err != nil {
+	options := gpufile.Options{Policy: o.policy, NoIO: true, Admission: admission}
+	if t.files, err = gpufile.Open(t.volume, options); err != nil {
 		return t, err
 	}
 	kv, err := o.kv()
@@ -90,23 +96,28 @@ func waitTicket(t *extentmap.Ticket) error {
 	return t.Err()
 }
 
-func (t *metadataTarget) pin(keys []gpufile.Key) (int, error) {
+func (t *metadataTarget) pin(keys []gpufile.Key) (hit, buffered int, err error) {
 	if len(keys) > len(t.grants) {
 		t.grants = make([]gpufile.Grant, len(keys))
 	}
 	t.request++
-	n, err := t.member.Pin(t.group, 0, t.request, keys, t.grants)
-	if n > 0 {
+	if hit, err = t.member.Pin(t.group, 0, t.request, keys, t.grants); hit > 0 {
 		t.pinned = t.request
 	}
-	return n, err
+	for _, key := range keys[hit:] {
+		if !t.buffer.has(key) {
+			break
+		}
+		buffered++
+	}
+	return hit, buffered, err
 }
 
 func (t *metadataTarget) restore([]gpufile.Key, func(time.Duration)) (uint64, int, error) {
 	return 0, 0, nil
 }
 
-func (t *metadataTarget) store(items []replayItem) (stored int, bytes uint64, err error) {
+func (t *metadataTarget) store(items []replayItem) (s replayStored, err error) {
 	list := make([]gpufile.ReserveItem, 0, reserveBatch)
 	for len(items) > 0 {
 		list = list[:0]
@@ -116,26 +127,31 @@ func (t *metadataTarget) store(items []replayItem) (stored int, bytes uint64, er
 		}
 		n, err := t.reserve(list)
 		if errors.Is(err, gpufile.ErrNoSpace) || err == nil && n == 0 {
-			return stored, 0, nil
+			return s, nil
 		}
 		if err != nil {
-			return stored, 0, err
+			return s, err
 		}
 		ticket, err := t.member.Commit(t.group, t.request, 0)
 		if err != nil {
-			return stored, 0, fmt.Errorf("commit: %w", err)
+			return s, fmt.Errorf("commit: %w", err)
 		}
 		if err := waitTicket(ticket); err != nil {
-			return stored, 0, fmt.Errorf("commit: %w", err)
+			return s, fmt.Errorf("commit: %w", err)
 		}
 		for i := range n {
-			if t.grants[i].Status == gpufile.GrantNew {
-				stored++
+			switch t.grants[i].Status {
+			case gpufile.GrantNew:
+				s.stored++
+				t.buffer.drop(list[i].Key)
+			case gpufile.GrantDeclined:
+				s.declined++
+				t.buffer.put(list[i].Key)
 			}
 		}
 		items = items[n:]
 	}
-	return stored, 0, nil
+	return s, nil
 }
 
 // reserve waits while space is being freed: bounded, because freeing ends with a journal write.

@@ -149,7 +149,7 @@ func layerBytes(l *stripe.Layout, objects []uint16) int {
 	return n
 }
 
-func (t *mountTarget) pin(keys []gpufile.Key) (hit int, err error) {
+func (t *mountTarget) pin(keys []gpufile.Key) (hit, buffered int, err error) {
 	if len(keys) > len(t.grants) {
 		t.grants = make([]engine.Grant, max(len(keys), reserveBatch))
 	}
@@ -158,7 +158,7 @@ func (t *mountTarget) pin(keys []gpufile.Key) (hit int, err error) {
 		t.request++
 		n, err := t.pool.Pin(0, t.request, batch, t.grants[hit:])
 		if err != nil {
-			return hit, err
+			return hit, 0, err
 		}
 		if n > 0 {
 			t.pinned = append(t.pinned, t.request)
@@ -167,7 +167,7 @@ func (t *mountTarget) pin(keys []gpufile.Key) (hit int, err error) {
 			break
 		}
 	}
-	return hit, nil
+	return hit, 0, nil
 }
 
 func (t *mountTarget) release() (err error) {
@@ -307,7 +307,7 @@ func (t *mountTarget) compare(at int, objects []uint16, keys []gpufile.Key, bad 
 	return bytes
 }
 
-func (t *mountTarget) store(items []replayItem) (stored int, bytes uint64, err error) {
+func (t *mountTarget) store(items []replayItem) (s replayStored, err error) {
 	grants := make([]engine.Grant, reserveBatch)
 	list := make([]engine.Item, 0, reserveBatch)
 	for len(items) > 0 {
@@ -318,24 +318,27 @@ func (t *mountTarget) store(items []replayItem) (stored int, bytes uint64, err e
 		t.request++
 		n, err := t.pool.Reserve(0, t.request, list, true, grants)
 		if errors.Is(err, ioctl.ENOSPC) || err == nil && n == 0 {
-			return stored, bytes, nil
+			return s, nil
 		}
 		if err != nil {
-			return stored, bytes, fmt.Errorf("reserve: %w", err)
+			return s, fmt.Errorf("reserve: %w", err)
 		}
 		written, err := t.storeReserved(list[:n], grants[:n])
 		if err != nil {
-			return stored, bytes, errors.Join(err, t.pool.Abort(t.request))
+			return s, errors.Join(err, t.pool.Abort(t.request))
 		}
-		bytes += written
+		s.bytes += written
 		for i := range n {
-			if grants[i].Status == ioctl.GrantNew {
-				stored++
+			switch grants[i].Status {
+			case ioctl.GrantNew:
+				s.stored++
+			case ioctl.GrantDeclined:
+				s.declined++
 			}
 		}
 		items = items[n:]
 	}
-	return stored, bytes, nil
+	return s, nil
 }
 
 // storeReserved writes all ranks of the slots that are new and commits them.

@@ -17,6 +17,7 @@ type replay struct {
 	speed  float64
 	totals struct {
 		requests, blocks, hitBlocks, storedBlocks uint64
+		bufferBlocks, declinedBlocks, notStored   uint64
 		tokens, hitTokens                         uint64
 		bytesRead, bytesWritten                   uint64
 		failures, evictions                       uint64
@@ -75,7 +76,7 @@ func (r *replay) waitUntil(ctx context.Context, start time.Time, ms float64) err
 func (r *replay) request(req *traceRequest, keys []gpufile.Key) error {
 	t := &r.totals
 	start := time.Now()
-	hit, err := r.target.pin(keys)
+	hit, buffered, err := r.target.pin(keys)
 	if err != nil {
 		return fmt.Errorf("lookup: %w", err)
 	}
@@ -83,8 +84,9 @@ func (r *replay) request(req *traceRequest, keys []gpufile.Key) error {
 	t.requests++
 	t.blocks += uint64(len(keys))
 	t.tokens += req.InputLength
-	t.hitBlocks += uint64(hit)
-	t.hitTokens += min(uint64(hit)*traceBlockTokens, req.InputLength)
+	t.hitBlocks += uint64(hit + buffered)
+	t.bufferBlocks += uint64(buffered)
+	t.hitTokens += min(uint64(hit+buffered)*traceBlockTokens, req.InputLength)
 	if hit > 0 {
 		start = time.Now()
 		n, failed, err := r.target.restore(keys[:hit], r.layer.add)
@@ -97,13 +99,16 @@ func (r *replay) request(req *traceRequest, keys []gpufile.Key) error {
 	}
 	if hit < len(keys) {
 		start = time.Now()
-		stored, n, err := r.target.store(missing(req, keys, hit))
+		// What the buffer has is stored, too: it was asked for again.
+		s, err := r.target.store(missing(req, keys, hit))
 		if err != nil {
 			return fmt.Errorf("storing: %w", err)
 		}
 		r.writing += time.Since(start)
-		t.storedBlocks += uint64(stored)
-		t.bytesWritten += n
+		t.storedBlocks += uint64(s.stored)
+		t.declinedBlocks += uint64(s.declined)
+		t.notStored += uint64(len(keys) - hit - s.stored)
+		t.bytesWritten += s.bytes
 	}
 	if err := r.target.release(); err != nil {
 		return fmt.Errorf("releasing: %w", err)
@@ -149,6 +154,7 @@ type replayDocument struct {
 	HitRateTokens    float64         `json:"hit_rate_tokens"`
 	StoredBlocks     uint64          `json:"stored_blocks"`
 	NotStoredBlocks  uint64          `json:"not_stored_blocks"`
+	DeclinedBlocks   uint64          `json:"declined_blocks"` // of those, by the admission policy
 	BytesRead        uint64          `json:"bytes_read"`
 	BytesWritten     uint64          `json:"bytes_written"`
 	ReadGBPerSecond  float64         `json:"read_gb_per_second"`
@@ -168,7 +174,7 @@ func (r *replay) document() replayDocument {
 		OutputVersion: outputVersion, Requests: t.requests, Blocks: t.blocks, HitBlocks: t.hitBlocks,
 		HitRate: ratio(t.hitBlocks, t.blocks),
 		Tokens:  t.tokens, HitTokens: t.hitTokens, HitRateTokens: ratio(t.hitTokens, t.tokens),
-		StoredBlocks: t.storedBlocks, NotStoredBlocks: t.blocks - t.hitBlocks - t.storedBlocks,
+		StoredBlocks: t.storedBlocks, NotStoredBlocks: t.notStored, DeclinedBlocks: t.declinedBlocks,
 		BytesRead: t.bytesRead, BytesWritten: t.bytesWritten,
 		ReadGBPerSecond: gbPerSecond(t.bytesRead, r.reading), WriteGBPerSecond: gbPerSecond(t.bytesWritten, r.writing),
 		Seconds: r.wall.Seconds(), ReadSeconds: r.reading.Seconds(), WriteSeconds: r.writing.Seconds(),
@@ -183,6 +189,9 @@ func (r *replay) print(out io.Writer) {
 	row("requests", "%d in %.1f s", d.Requests, d.Seconds)
 	row("blocks", "%d, of which %d hit, %d stored, %d not stored", d.Blocks, d.HitBlocks, d.StoredBlocks,
 		d.NotStoredBlocks)
+	if d.DeclinedBlocks > 0 {
+		row("not admitted", "%d of those that were not stored", d.DeclinedBlocks)
+	}
 	row("hit rate", "%.1f %% of blocks, %.1f %% of tokens", 100*d.HitRate, 100*d.HitRateTokens)
 	moved := d.BytesRead+d.BytesWritten > 0 // none with --metadata-only
 	if moved {

@@ -1,0 +1,144 @@
+package daemon
+
+import (
+	"encoding/json"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/drive"
+	"tuttifs/extentmap"
+	"tuttifs/gpufile"
+	"tuttifs/nvme"
+)
+
+// logDrive answers Get Log Page as a drive would whose counters the test sets.
+type logDrive struct {
+	mu     sync.Mutex
+	smart  nvme.SMARTLog
+	ocp    nvme.OCPLog
+	hasOCP bool
+	err    error
+}
+
+func (l *logDrive) read(_ drive.Drive, page uint8, p []byte) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.err != nil:
+		return l.err
+	case page == nvme.LogSMART:
+		b, err := l.smart.AppendBinary(nil)
+		copy(p, b)
+		return err
+	case page == nvme.LogOCP && l.hasOCP:
+		b, err := l.ocp.AppendBinary(nil)
+		copy(p, b)
+		return err
+	}
+	return drive.ErrNoLog
+}
+
+// ocpLog has the page's GUID, as drives send it.
+func ocpLog(mediaWritten uint64) (l nvme.OCPLog) {
+	l.MediaWritten[0], l.Version = mediaWritten, 3
+	l.GUID = [16]byte{0xc5, 0xaf, 0x10, 0x28, 0xea, 0xbf, 0xf2, 0xa4, 0x9c, 0x4f, 0x6f, 0x7c, 0xc9, 0x14, 0xd5, 0xaf}
+	return l
+}
+
+// settled looks and waits until no log is being read.
+func (w *wearWatch) settled(t *testing.T, now time.Time) DriveWear {
+	t.Helper()
+	w.look(now)
+	w.workers.Wait()
+	s, ok := w.stats(now)["0"]
+	require.True(t, ok)
+	return s
+}
+
+func TestWearWatch(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{})
+	engines, copies := uint64(0), uint64(0)
+	var log logDrive
+	log.hasOCP, log.ocp = true, ocpLog(40<<30)
+	log.smart.DataUnitsWritten[0], log.smart.Used, log.smart.Spare = 20<<30/nvme.DataUnitBytes, 3, 98
+	watch := newWearWatch(w.volume, func() map[uint16]uint64 { return map[uint16]uint64{0: engines} },
+		func(uint16) uint64 { return copies }, log.read)
+	now := time.Unix(1_700_000_000, 0)
+	s := watch.settled(t, now)
+	require.Zero(t, s.PayloadWritten)
+	require.Zero(t, s.Amplification)
+	require.EqualValues(t, 64<<20, s.Capacity)
+	require.NotNil(t, s.Log)
+	require.EqualValues(t, 3, s.Log.UsedPercent)
+	require.InEpsilon(t, 20<<30, s.Log.HostWritten, 1e-3)
+	require.InEpsilon(t, 2, s.Log.MediaFactorLife, 1e-3)
+	require.Zero(t, s.Log.MediaFactor, "nothing was written yet")
+
+	// A drive that is written once in a minute, with as much again by others, and an amplification of 1.5 in the drive.
+	engines, copies = 6<<30, 2<<30
+	log.smart.DataUnitsWritten[0] += 16 << 30 / nvme.DataUnitBytes
+	log.ocp.MediaWritten[0] += 24 << 30
+	now = now.Add(time.Minute)
+	s = watch.settled(t, now)
+	require.EqualValues(t, 8<<30, s.PayloadWritten)
+	require.InEpsilon(t, 8<<30/60.0, s.MinuteRate, 1e-9)
+	require.InEpsilon(t, 1440*128, s.MinuteDWPD, 1e-6)
+	require.Equal(t, s.MinuteDWPD, s.HourDWPD, "no hour has passed")
+	require.InDelta(t, 1, s.Amplification, 0.01)
+	require.InEpsilon(t, 2, s.Log.HostFactor, 1e-3)
+	require.InEpsilon(t, 1.5, s.Log.MediaFactor, 1e-3)
+
+	// The drive is lost and comes back with a controller that counts anew; its log cannot be read any more.
+	engines = 1 << 30
+	log.err = errors.New("no answer")
+	s = watch.settled(t, now.Add(time.Minute))
+	require.EqualValues(t, 9<<30, s.PayloadWritten)
+	require.Nil(t, s.Log)
+	require.Equal(t, "no answer", s.LogLack)
+}
+
+// Logs are read once a minute, each by one reader at a time.
+func TestWearWatchReadsSeldom(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{})
+	reads := make(chan struct{}, 100)
+	hang := make(chan struct{})
+	watch := newWearWatch(w.volume, w.control.engineWrites, func(uint16) uint64 { return 0 },
+		func(drive.Drive, uint8, []byte) error {
+			reads <- struct{}{}
+			<-hang
+			return drive.ErrNotNVMe
+		})
+	now := time.Unix(1_700_000_000, 0)
+	for range 300 { // five minutes in which no drive answers
+		watch.look(now)
+		now = now.Add(time.Second)
+	}
+	require.Empty(t, watch.stats(now)["0"].LogLack)
+	close(hang)
+	watch.workers.Wait()
+	require.Len(t, reads, 2, "one for each drive")
+	require.Equal(t, "not an NVMe drive", watch.settled(t, now).LogLack)
+}
+
+// What the volume itself writes is counted, and what the mount's copies write: the bytes that reach the drives.
+func TestWearCountsMetadata(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{})
+	watch := newWearWatch(w.volume, w.control.engineWrites, func(uint16) uint64 { return 0 }, drive.ReadLog)
+	now := time.Unix(1_700_000_000, 0)
+	before := watch.settled(t, now)
+	require.Equal(t, "not an NVMe drive", before.LogLack)
+	require.NoError(t, w.volume.Checkpoint())
+	ticket, err := w.volume.SetTenant(extentmap.Tenant{ID: 1, Name: "t", QuotaBytes: 1 << 20})
+	require.NoError(t, err)
+	<-ticket.Done()
+	after := watch.settled(t, now.Add(time.Second))
+	require.Greater(t, after.MetadataWritten, before.MetadataWritten)
+	require.Zero(t, after.PayloadWritten)
+	b, err := json.Marshal(after)
+	require.NoError(t, err)
+	require.NotContains(t, string(b), `"log"`)
+}

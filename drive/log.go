@@ -1,0 +1,123 @@
+package drive
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"regexp"
+	"runtime"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+var (
+	// ErrNotNVMe: what is behind the drive has no log pages that can be asked for: a file, memory, or a block device of
+	// another kind.
+	ErrNotNVMe = errors.New("drive: not an NVMe namespace of the kernel's driver")
+	// ErrNoLog: the drive does not offer this log page.
+	ErrNoLog = errors.New("drive: no such log page")
+)
+
+const (
+	// adminIoctl is NVME_IOCTL_ADMIN_CMD.
+	adminIoctl = 0xc0484e41
+	// LogBytesMax is the longest log page that ReadLog reads.
+	LogBytesMax = 4096
+
+	opGetLogPage = 0x02
+	nsidAll      = 0xffffffff
+	// retainEvents: looking at a log page must not acknowledge the events that others wait for (Base 2.0 figure 197).
+	retainEvents = 1 << 15
+	// logPatience is how long the drive may take for an answer, in milliseconds.
+	logPatience = 5000
+	// Status codes without the do-not-retry and more bits: the page or the opcode is not there.
+	statusMask           = 0x7ff
+	statusInvalidOpcode  = 0x001
+	statusInvalidField   = 0x002
+	statusInvalidLogPage = 0x109
+)
+
+// adminCommand is the kernel's struct nvme_passthru_cmd.
+type adminCommand struct {
+	opcode, flags         uint8
+	_                     uint16
+	nsid, cdw2, cdw3      uint32
+	metadata, addr        uint64
+	metadataLen, dataLen  uint32
+	cdw10, cdw11, cdw12   uint32
+	cdw13, cdw14, cdw15   uint32
+	timeoutMilli, result0 uint32
+}
+
+var _ = [1]struct{}{}[unsafe.Sizeof(adminCommand{})-72]
+
+// namespaceName matches the end of a block device's path in sysfs: a namespace, or a partition of one.
+var namespaceName = regexp.MustCompile(`/nvme\d+(c\d+)?n\d+(/nvme\d+n\d+p\d+)?$`)
+
+// ReadLog reads a log page of the NVMe drive that a block device is a namespace of. It is the drive's page, whoever
+// else has a part of that drive. p has its length: a multiple of 4, at most LogBytesMax. ErrNotNVMe and ErrNoLog say
+// that there is none; reading needs CAP_SYS_ADMIN.
+func ReadLog(d Drive, page uint8, p []byte) error {
+	f, ok := d.(*file)
+	if !ok || f.kind != Block {
+		return fmt.Errorf("drive %s: %w", d.Name(), ErrNotNVMe)
+	}
+	if len(p) == 0 || len(p)%4 != 0 || len(p) > LogBytesMax {
+		return fmt.Errorf("drive %s: log page of %d bytes: %w", f.name, len(p), ErrRange)
+	}
+	if err := f.enter("log page", 0, 0); err != nil {
+		return err
+	}
+	defer f.leave()
+	if err := f.checkNVMe(); err != nil {
+		return err
+	}
+	buf := AlignedBuffer(LogBytesMax)
+	defer FreeBuffer(buf)
+	c := logCommand(page, buf[:len(p)])
+	status, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(f.fd), adminIoctl, uintptr(unsafe.Pointer(&c)))
+	runtime.KeepAlive(buf)
+	if errno != 0 {
+		return fmt.Errorf("drive %s: log page %02xh: %w", f.name, page, errno)
+	}
+	if err := logStatus(status); err != nil {
+		return fmt.Errorf("drive %s: log page %02xh: %w", f.name, page, err)
+	}
+	copy(p, buf)
+	return nil
+}
+
+// checkNVMe asks sysfs, so that the ioctl is never sent to a driver for which its number means something else.
+func (f *file) checkNVMe() error {
+	var st unix.Stat_t
+	if err := unix.Fstat(f.fd, &st); err != nil {
+		return fmt.Errorf("drive %s: %w", f.name, err)
+	}
+	link := fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev))
+	path, err := os.Readlink(link)
+	if err != nil || !namespaceName.MatchString(path) {
+		return fmt.Errorf("drive %s: %w", f.name, ErrNotNVMe)
+	}
+	return nil
+}
+
+// logCommand is Get Log Page into a buffer, for the whole drive.
+func logCommand(page uint8, p []byte) adminCommand {
+	words := uint32(len(p)/4 - 1)
+	return adminCommand{
+		opcode: opGetLogPage, nsid: nsidAll, addr: uint64(uintptr(unsafe.Pointer(&p[0]))), dataLen: uint32(len(p)),
+		cdw10: uint32(page) | retainEvents | words<<16, cdw11: words >> 16, timeoutMilli: logPatience,
+	}
+}
+
+// logStatus is the error of a completion's status.
+func logStatus(status uintptr) error {
+	switch status & statusMask {
+	case 0:
+		return nil
+	case statusInvalidOpcode, statusInvalidField, statusInvalidLogPage:
+		return ErrNoLog
+	}
+	return fmt.Errorf("the drive answered status %03xh", status&statusMask)
+}

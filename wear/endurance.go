@@ -1,0 +1,146 @@
+package wear
+
+import (
+	"fmt"
+	"math"
+	"strconv"
+	"strings"
+	"time"
+)
+
+const (
+	// WarrantyYears is how long a rating in drive writes per day is meant to last. Drives with another warranty are given
+	// by their terabytes written.
+	WarrantyYears = 5
+	daysPerYear   = 365
+	secondsPerDay = 86400
+	terabyte      = 1e12
+)
+
+// Endurance is how much a drive may be written according to its maker. One of the fields is set; the zero value is not
+// known.
+type Endurance struct {
+	DWPD  float64 // drive writes per day over WarrantyYears
+	Bytes float64 // written in all
+}
+
+// ParseEndurance reads what data sheets say: "1dwpd", "0.3 DWPD", "14000tbw", "14pbw". TB are 10^12 bytes.
+func ParseEndurance(text string) (Endurance, error) {
+	t := strings.ToLower(strings.ReplaceAll(strings.TrimSpace(text), " ", ""))
+	for _, unit := range []struct {
+		suffix string
+		make   func(float64) Endurance
+	}{
+		{"dwpd", func(v float64) Endurance { return Endurance{DWPD: v} }},
+		{"tbw", func(v float64) Endurance { return Endurance{Bytes: v * terabyte} }},
+		{"pbw", func(v float64) Endurance { return Endurance{Bytes: v * 1000 * terabyte} }},
+	} {
+		number, ok := strings.CutSuffix(t, unit.suffix)
+		if !ok {
+			continue
+		}
+		v, err := strconv.ParseFloat(number, 64)
+		if err != nil || !(v > 0 && v <= 1e9) {
+			break
+		}
+		return unit.make(v), nil
+	}
+	return Endurance{}, fmt.Errorf("%w: endurance %q: write drive writes per day or terabytes written, as in 1dwpd, "+
+		"14000tbw or 14pbw", ErrInvalid, text)
+}
+
+// Known says whether there is a rating.
+func (e Endurance) Known() bool { return e.DWPD > 0 || e.Bytes > 0 }
+
+// Rated is how many bytes a drive of a size may be written in all, 0 if that is not known.
+func (e Endurance) Rated(capacity uint64) float64 {
+	if e.Bytes > 0 {
+		return e.Bytes
+	}
+	return e.DWPD * float64(capacity) * daysPerYear * WarrantyYears
+}
+
+// YearsLeft is how long it takes until a drive was written as much as it is rated for, at a rate in bytes a second,
+// when it was written that much already. It says no where the rating is not known or nothing is being written.
+func (e Endurance) YearsLeft(capacity uint64, written, rate float64) (years float64, ok bool) {
+	rated := e.Rated(capacity)
+	if rated <= 0 || !(rate > 0) {
+		return 0, false
+	}
+	return max(0, rated-written) / rate / secondsPerDay / daysPerYear, true
+}
+
+// DWPD is a rate in bytes a second as drive writes per day.
+func DWPD(rate float64, capacity uint64) float64 {
+	if capacity == 0 {
+		return 0
+	}
+	return rate * secondsPerDay / float64(capacity)
+}
+
+// Amplification is how many bytes were written for each one that was meant; it says no before there was one.
+func Amplification(written, meant uint64) (factor float64, ok bool) {
+	if meant == 0 {
+		return 0, false
+	}
+	return float64(written) / float64(meant), true
+}
+
+// meterSamples divide each window of a Meter.
+const meterSamples = 60
+
+// Meter turns a growing total into rates over the last minute and the last hour. Not safe for concurrent use.
+type Meter struct {
+	minute, hour window
+}
+
+// window keeps samples at least a sixtieth of its length apart.
+type window struct {
+	at    [meterSamples + 1]time.Time
+	total [meterSamples + 1]uint64
+	n     int    // samples taken so far
+	last  uint64 // the newest total, sampled or not
+}
+
+// Add notes a total. One that is less than the last one is a new beginning.
+func (m *Meter) Add(now time.Time, total uint64) {
+	m.minute.add(now, total, time.Minute)
+	m.hour.add(now, total, time.Hour)
+}
+
+func (w *window) add(now time.Time, total uint64, length time.Duration) {
+	if w.n > 0 {
+		sample := (w.n - 1) % len(w.at)
+		if total < w.last || now.Before(w.at[sample]) {
+			w.n = 0
+		} else if now.Sub(w.at[sample]) < length/meterSamples {
+			w.last = total
+			return
+		}
+	}
+	w.last = total
+	w.at[w.n%len(w.at)], w.total[w.n%len(w.at)] = now, total
+	w.n++
+}
+
+// Minute is the rate in bytes a second over the last minute, or since the first sample if that is less.
+func (m *Meter) Minute(now time.Time) float64 { return m.minute.rate(now, time.Minute) }
+
+// Hour is the same over the last hour.
+func (m *Meter) Hour(now time.Time) float64 { return m.hour.rate(now, time.Hour) }
+
+// rate is that from the oldest sample within the window to the newest total. What came after that counts as time in
+// which nothing was written.
+func (w *window) rate(now time.Time, length time.Duration) float64 {
+	if w.n == 0 {
+		return 0
+	}
+	newest := w.n - 1
+	first := max(0, w.n-len(w.at))
+	for first < newest && now.Sub(w.at[first%len(w.at)]) > length+length/meterSamples {
+		first++
+	}
+	from := first % len(w.at)
+	// A rate over less than a second would be the burst of a moment.
+	return float64(w.last-w.total[from]) / math.Max(now.Sub(w.at[from]).Seconds(), 1)
+}

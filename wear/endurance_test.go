@@ -1,0 +1,137 @@
+package wear
+
+import (
+	"math"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+func TestParseEndurance(t *testing.T) {
+	for text, want := range map[string]Endurance{
+		"1dwpd": {DWPD: 1}, "0.3 DWPD": {DWPD: 0.3}, "14000tbw": {Bytes: 14e15}, "14PBW": {Bytes: 14e15},
+	} {
+		got, err := ParseEndurance(text)
+		require.NoError(t, err, text)
+		require.Equal(t, want, got, text)
+		require.True(t, got.Known())
+	}
+	for _, text := range []string{"", "1", "dwpd", "-1dwpd", "0tbw", "nandwpd", "infpbw", "1e300tbw", "1 2 dwpd x"} {
+		_, err := ParseEndurance(text)
+		require.ErrorIs(t, err, ErrInvalid, text)
+	}
+	require.False(t, Endurance{}.Known())
+}
+
+func FuzzParseEndurance(f *testing.F) {
+	for _, s := range []string{"1dwpd", "14000 TBW", "0.5pbw", "x"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, text string) {
+		e, err := ParseEndurance(text)
+		if rated := e.Rated(1e12); (err == nil) != (rated > 0) || math.IsNaN(rated) || math.IsInf(rated, 0) {
+			t.Fatalf("%q: %v, rated %v, %v", text, e, rated, err)
+		}
+	})
+}
+
+func TestYearsLeft(t *testing.T) {
+	const capacity = 4_000_000_000_000
+	day := DWPD(capacity/86400.0, capacity)
+	require.InDelta(t, 1, day, 1e-9)
+	one := Endurance{DWPD: 1}
+	years, ok := one.YearsLeft(capacity, 0, capacity/86400.0)
+	require.True(t, ok)
+	require.InDelta(t, WarrantyYears, years, 1e-9, "a drive written as it is rated lasts its warranty")
+	years, ok = one.YearsLeft(capacity, one.Rated(capacity)/2, capacity/86400.0)
+	require.True(t, ok)
+	require.InDelta(t, WarrantyYears/2.0, years, 1e-9)
+	years, ok = one.YearsLeft(capacity, 2*one.Rated(capacity), 1)
+	require.True(t, ok)
+	require.Zero(t, years, "worn out")
+	for _, rate := range []float64{0, -1, math.NaN()} {
+		_, ok = one.YearsLeft(capacity, 0, rate)
+		require.False(t, ok)
+	}
+	_, ok = Endurance{}.YearsLeft(capacity, 0, 1)
+	require.False(t, ok)
+	require.Zero(t, DWPD(1, 0))
+	require.Equal(t, 2*one.Rated(capacity), Endurance{Bytes: 14.6e15}.Rated(1))
+}
+
+// More written or written faster never means longer.
+func TestYearsLeftMonotone(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 1000 {
+		e := Endurance{DWPD: 0.1 + rng.Float64()}
+		capacity, written, rate := 1+rng.Uint64N(1<<44), rng.Float64()*1e15, 1+rng.Float64()*1e9
+		years, ok := e.YearsLeft(capacity, written, rate)
+		require.True(t, ok)
+		faster, _ := e.YearsLeft(capacity, written, 2*rate)
+		older, _ := e.YearsLeft(capacity, 2*written, rate)
+		larger, _ := e.YearsLeft(2*capacity, written, rate)
+		require.LessOrEqual(t, faster, years)
+		require.LessOrEqual(t, older, years)
+		require.GreaterOrEqual(t, larger, years)
+		require.GreaterOrEqual(t, faster, 0.0)
+	}
+}
+
+func TestAmplification(t *testing.T) {
+	_, ok := Amplification(5, 0)
+	require.False(t, ok)
+	f, ok := Amplification(15, 10)
+	require.True(t, ok)
+	require.InDelta(t, 1.5, f, 1e-9)
+}
+
+func TestMeter(t *testing.T) {
+	var m Meter
+	now := time.Unix(1_700_000_000, 0)
+	require.Zero(t, m.Minute(now))
+	require.Zero(t, m.Hour(now))
+	// 100 B/s for two hours, looked at every 700 ms.
+	total := uint64(0)
+	for range 2 * 3600 * 10 / 7 {
+		m.Add(now, total)
+		now, total = now.Add(700*time.Millisecond), total+70
+	}
+	require.InDelta(t, 100, m.Minute(now), 3)
+	require.InDelta(t, 100, m.Hour(now), 3)
+	// Ten minutes without a write: the minute knows of none, the hour of fifty minutes.
+	for range 600 {
+		m.Add(now, total)
+		now = now.Add(time.Second)
+	}
+	require.Zero(t, m.Minute(now))
+	require.InDelta(t, 100*50/60.0, m.Hour(now), 3)
+	require.InDelta(t, 0, m.Hour(now.Add(100*time.Hour)), 1, "nobody looked for long")
+	// A total that begins anew is no rate of 2^64.
+	m.Add(now, 5)
+	require.Zero(t, m.Minute(now))
+	m.Add(now.Add(10*time.Second), 1005)
+	require.InDelta(t, 100, m.Minute(now.Add(10*time.Second)), 1e-9)
+}
+
+// Whatever is added and when: no rate is negative, or more than all that was written in the shortest time there is.
+func TestMeterBounds(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	for range 200 {
+		var m Meter
+		now, total := time.Unix(1_700_000_000, 0), rng.Uint64N(1<<40)
+		for range 500 {
+			now = now.Add(time.Duration(rng.Int64N(int64(90 * time.Second))))
+			if rng.IntN(50) == 0 {
+				total = rng.Uint64N(1 << 40)
+			}
+			total += rng.Uint64N(1 << 30)
+			m.Add(now, total)
+			for _, rate := range []float64{m.Minute(now), m.Hour(now)} {
+				require.GreaterOrEqual(t, rate, 0.0)
+				require.LessOrEqual(t, rate, float64(total))
+			}
+		}
+	}
+}
