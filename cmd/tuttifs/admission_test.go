@@ -3,7 +3,9 @@ package main
 import (
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -117,4 +119,77 @@ func TestEnduranceFlag(t *testing.T) {
 	require.True(t, f.given())
 	require.Equal(t, wear.Endurance{DWPD: 1}, f.of(0))
 	require.Equal(t, wear.Endurance{Bytes: 600e12}, f.of(2))
+}
+
+// On a mount: what is asked for once is not stored and fails nothing, what is asked for twice is, and what is written is
+// counted by drive, in the status files, in 'info --wear' and in what a rating makes of it.
+func TestAdmissionOfMount(t *testing.T) {
+	paths := formatted(t, 2, "256m")
+	dir := mounted(t, paths[0], "-o", "admission=second-touch,admission_memory=64k,admission=other:all")
+	trace := smallTrace(t, 30)
+	args := []string{"replay", "--json", "--scale", "1024", trace, dir}
+	first := decode[replayDocument](t, tuttifs(t, args...))
+	require.Zero(t, first.VerifyFailures)
+	require.Positive(t, first.DeclinedBlocks)
+	require.Equal(t, first.NotStoredBlocks, first.DeclinedBlocks)
+	require.Equal(t, first.Blocks, first.HitBlocks+first.StoredBlocks+first.DeclinedBlocks)
+	second := decode[replayDocument](t, tuttifs(t, args...))
+	require.Zero(t, second.VerifyFailures+second.DeclinedBlocks)
+	require.Equal(t, second.Blocks, second.HitBlocks+second.StoredBlocks)
+	require.Equal(t, 1.0, decode[replayDocument](t, tuttifs(t, args...)).HitRate)
+
+	other := decode[replayDocument](t, tuttifs(t, append(args, "--pool", "other")...))
+	require.Zero(t, other.DeclinedBlocks, "a pool with a policy of its own")
+	var info infoDocument
+	require.Eventually(t, func() bool { // the daemon looks once a second
+		info = decode[infoDocument](t, tuttifs(t, "info", "--wear", "--json", "--endurance", "1:600tbw", dir))
+		written := uint64(0)
+		for i := range info.Wear {
+			written += info.Wear[i].PayloadWritten
+		}
+		return written >= first.BytesWritten+second.BytesWritten+other.BytesWritten
+	}, time.Minute, 50*time.Millisecond)
+	require.Len(t, info.Wear, 2)
+	for i, w := range info.Wear {
+		require.EqualValues(t, i, w.Index)
+		require.Positive(t, w.PayloadWritten)
+		require.Positive(t, w.MetadataWritten)
+		require.Greater(t, w.Amplification, 1.0)
+		require.Positive(t, w.HourRate)
+		require.Positive(t, w.HourDWPD)
+		require.Nil(t, w.Log)
+		require.Equal(t, "not an NVMe drive", w.LogLack)
+	}
+	require.Nil(t, info.Wear[0].YearsLeft)
+	require.EqualValues(t, 600e12, info.Wear[1].RatedBytes)
+	require.Positive(t, *info.Wear[1].YearsLeft)
+	for _, p := range info.Pools {
+		require.Equal(t, map[string]string{"other": "all", "replay-llama3-8b": "second-touch"}[p.Name], p.Admission)
+	}
+	require.Equal(t, first.DeclinedBlocks, info.Stats["replay-llama3-8b"].Declined)
+	out := tuttifs(t, "info", "--wear", "--endurance", "1dwpd", dir)
+	for _, want := range []string{"FILES WRITTEN", "DWPD LAST HOUR", "YEARS LEFT", "not an NVMe drive"} {
+		require.Contains(t, out, want)
+	}
+	refused(t, 2, "--endurance is for --wear", "info", "--endurance", "1dwpd", dir)
+	refused(t, 2, "write drive writes per day", "info", "--wear", "--endurance", "5", dir)
+
+	// A copy by hand is wanted, whatever the policy: a file whose block engines did not ask for twice.
+	pool := filepath.Join(dir, "replay-llama3-8b")
+	var key string
+	for _, file := range strings.Fields(tuttifs(t, "ls", dir, "replay-llama3-8b")) {
+		if len(file) == 64 {
+			key = file
+			break
+		}
+	}
+	path := filepath.Join(pool, "blocks", key[:2], key)
+	b, err := os.ReadFile(path)
+	require.NoError(t, err)
+	copied := key[:63] + map[bool]string{true: "1", false: "0"}[key[63] == '0']
+	require.NoError(t, os.WriteFile(filepath.Join(pool, "blocks", copied[:2], copied), b, 0o600))
+	tuttifs(t, "umount", dir)
+	require.Contains(t, tuttifs(t, "info", "--wear", paths[0], paths[1]), "drive 1 has no log of its own")
+	refused(t, 1, "admission", "mount", paths[0], dir, "-o", "admission=none")
+	refused(t, 1, "from 64k to 1g", "mount", paths[0], dir, "-o", "admission_memory=1k")
 }
