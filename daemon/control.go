@@ -113,6 +113,7 @@ func defaultSocketDir() string {
 // member drive as sessions use it.
 type driveController struct {
 	index      uint16
+	name       string
 	lbaBytes   int
 	controller *emu.Controller
 }
@@ -231,9 +232,15 @@ func (c *Control) chooseBackends() {
 		case <-c.stop:
 			return
 		default:
-			d.controller.Choose(c.o.Backend)
+			c.choose(d)
 		}
 	}
+}
+
+// choose settles the way to one drive, and says it.
+func (c *Control) choose(d driveController) {
+	backend, why := d.controller.Choose(c.o.Backend)
+	c.o.Logf("drive %d (%s): commands go by %s (%s)", d.index, d.name, backend, why)
 }
 
 const commandBytes = 2 << 20 // MDTS of the virtual controllers
@@ -245,7 +252,7 @@ func newController(d drive.Drive, index uint16, readOnly bool, o ControlOptions)
 	if err != nil {
 		return driveController{}, fmt.Errorf("daemon: controller of drive %d (%s): %w", index, d.Name(), err)
 	}
-	return driveController{index: index, lbaBytes: d.LBABytes(), controller: ctl}, nil
+	return driveController{index: index, name: d.Name(), lbaBytes: d.LBABytes(), controller: ctl}, nil
 }
 
 // evictionsMax bounds the evictions under way, each of which keeps up to 2 MiB of keys.

@@ -267,7 +267,7 @@ func (c *Control) addDrive(dev drive.Drive, index uint16) error {
 	if err != nil {
 		return err
 	}
-	dc.controller.Choose(c.o.Backend)
+	c.choose(dc)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.drives = append(without(c.drives, index), dc)

@@ -96,6 +96,7 @@ type DriveDocument struct {
 	Bytes        uint64 `json:"bytes"`
 	LBABytes     int    `json:"lba_bytes"`
 	Direct       bool   `json:"direct"`
+	Mapped       bool   `json:"mapped"` // its bytes are memory, which the daemon addresses
 	Metadata     bool   `json:"metadata"`
 	Discard      bool   `json:"discard"` // in effect: asked for, and the drive can
 	Segments     uint32 `json:"segments"`
@@ -113,9 +114,9 @@ type DriveDocument struct {
 // NewDriveDocument describes a drive as mkfs, info and the status files show it.
 func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
 	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
-	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Metadata,
-		d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors, d.Timeouts, d.State.String(), d.Held, d.Cause,
-		nil}
+	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Mapped,
+		d.Metadata, d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors, d.Timeouts, d.State.String(),
+		d.Held, d.Cause, nil}
 }
 
 // NewDriveDocuments describes all of them.

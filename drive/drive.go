@@ -52,7 +52,13 @@ type Drive interface {
 	Name() string
 	// Fd is the descriptor for asynchronous I/O, or -1 for memory.
 	Fd() int
-	// Bytes is a memory drive's storage, nil for other kinds.
+	// Bytes is the storage itself, where it can be addressed: of a memory drive, and of a file on a filesystem that is
+	// memory. It is the same storage that the methods reach, and gone after Close: whoever keeps it must have ended
+	// its accesses by then. nil for all others.
+	//
+	// Addressing a file can fault (SIGBUS, or SIGSEGV for writes where it was opened read-only): somebody made it
+	// shorter, or a hole was touched and the filesystem is full. ReadAt and WriteAt of the same place then say what is
+	// wrong.
 	Bytes() []byte
 	// Close releases the lock and the descriptor.
 	Close() error

@@ -220,7 +220,11 @@ func TestFacts(t *testing.T) {
 			require.Equal(t, -1, d.Fd())
 			return
 		}
-		require.Nil(t, d.Bytes())
+		if d.Kind() == File && inPageCacheOnly(d.Fd()) {
+			require.Len(t, d.Bytes(), testBytes)
+		} else {
+			require.Empty(t, d.Bytes())
+		}
 		require.GreaterOrEqual(t, d.Fd(), 0)
 		flags, err := unix.FcntlInt(uintptr(d.Fd()), unix.F_GETFL, 0)
 		require.NoError(t, err)
@@ -238,6 +242,31 @@ func TestProbes(t *testing.T) {
 	require.False(t, open(t, newFile(t, tmpfsDir(t)), Options{}).Direct(), "tmpfs accepts O_DIRECT and ignores it")
 	require.False(t, open(t, newFile(t, t.TempDir()), Options{Buffered: true}).Direct())
 	require.Equal(t, 4096, open(t, newFile(t, t.TempDir()), Options{LBABytes: 4096}).LBABytes())
+}
+
+// TestBytesAreTheFile: what is addressed and what system calls reach is the same.
+func TestBytesAreTheFile(t *testing.T) {
+	path := newFile(t, tmpfsDir(t))
+	d := open(t, path, Options{})
+	want := randomBytes(rand.New(rand.NewPCG(3, 4)), 64<<10)
+	require.NoError(t, d.WriteAt(want, 12345))
+	require.True(t, bytes.Equal(want, d.Bytes()[12345:][:len(want)]))
+	copy(d.Bytes()[2<<20:], want)
+	got := make([]byte, len(want))
+	require.NoError(t, d.ReadAt(got, 2<<20))
+	require.True(t, bytes.Equal(want, got))
+	require.NoError(t, d.WriteZeroes(2<<20, 64<<10))
+	require.Equal(t, make([]byte, 64<<10), d.Bytes()[2<<20:][:64<<10])
+
+	require.NoError(t, d.(interface{ Grow(int64) error }).Grow(2*testBytes))
+	require.Len(t, d.Bytes(), 2*testBytes)
+	require.True(t, bytes.Equal(want, d.Bytes()[12345:][:len(want)]))
+	d.Bytes()[2*testBytes-1] = 1
+	require.NoError(t, d.ReadAt(got, 2*testBytes-int64(len(got))))
+	require.Equal(t, byte(1), got[len(got)-1])
+
+	r := open(t, path, Options{ReadOnly: true, NoLock: true})
+	require.True(t, bytes.Equal(want, r.Bytes()[12345:][:len(want)]))
 }
 
 func TestLoopFacts(t *testing.T) {

@@ -30,7 +30,8 @@ type file struct {
 
 	life   sync.RWMutex // held shared by every access, exclusively by Close
 	fd     int
-	fdOpen bool // guarded by life
+	fdOpen bool   // guarded by life
+	bytes  []byte // the file itself where its filesystem is memory, else nil; guarded by life
 
 	// edges keeps whole-block writes (shared) out while a partial block is read, changed and written (exclusive):
 	// they would otherwise lose the neighbour's bytes.
@@ -75,8 +76,32 @@ func (f *file) Grow(size int64) error {
 	if err != nil {
 		return ioError(f.name, "grow", f.size, size-f.size, err)
 	}
+	f.unmap()
 	f.size = size
+	f.mapMemory()
 	return nil
+}
+
+// mapMemory makes the bytes of a file addressable if its filesystem is memory. Nothing is read or allocated by that.
+// Without address space (RLIMIT_AS) the drive works by its descriptor, as others do.
+func (f *file) mapMemory() {
+	if f.kind != File || f.size != int64(int(f.size)) || !inPageCacheOnly(f.fd) {
+		return
+	}
+	protection := unix.PROT_READ | unix.PROT_WRITE
+	if f.readOnly {
+		protection = unix.PROT_READ
+	}
+	if b, err := unix.Mmap(f.fd, 0, int(f.size), protection, unix.MAP_SHARED); err == nil {
+		f.bytes = b
+	}
+}
+
+func (f *file) unmap() {
+	if f.bytes != nil {
+		_ = unix.Munmap(f.bytes) // the mapping is ours and whole: munmap has nothing to refuse
+		f.bytes = nil
+	}
 }
 
 func (f *file) leave() { f.life.RUnlock() }
@@ -353,7 +378,12 @@ func (f *file) Kind() Kind    { return f.kind }
 func (f *file) Direct() bool  { return f.direct }
 func (f *file) Name() string  { return f.name }
 func (f *file) Fd() int       { return f.fd }
-func (f *file) Bytes() []byte { return nil }
+
+func (f *file) Bytes() []byte {
+	f.life.RLock()
+	defer f.life.RUnlock()
+	return f.bytes
+}
 
 // Close waits for the accesses under way, then releases the lock with the descriptor.
 func (f *file) Close() error {
@@ -363,6 +393,7 @@ func (f *file) Close() error {
 		return closedError(f.name, "close")
 	}
 	f.fdOpen = false
+	f.unmap()
 	// close(2) on Linux always gives the descriptor back, interrupted or not: never repeated.
 	if err := unix.Close(f.fd); err != nil && !errors.Is(err, unix.EINTR) {
 		return fmt.Errorf("drive %s: close: %w", f.name, err)

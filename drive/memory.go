@@ -97,7 +97,6 @@ func (m *memory) Direct() bool  { return true } // no page cache stands before m
 func (m *memory) Name() string  { return m.name }
 func (m *memory) Fd() int       { return -1 }
 
-// Bytes is the storage itself. It is gone after Close: whoever keeps it must have ended its accesses by then.
 func (m *memory) Bytes() []byte {
 	m.life.RLock()
 	defer m.life.RUnlock()

@@ -124,7 +124,11 @@ func (f *file) prepare(o Options, named *unix.Stat_t) error {
 			return err
 		}
 	}
-	return f.chooseLBA(o.LBABytes)
+	if err := f.chooseLBA(o.LBABytes); err != nil {
+		return err
+	}
+	f.mapMemory()
+	return nil
 }
 
 // lock never waits: a drive in use is reported, not queued for.

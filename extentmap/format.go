@@ -182,7 +182,8 @@ func (p *FormatPlan) layOut(drives []drive.Drive, o *FormatOptions) error {
 		p.UsableBytes += n * p.SegmentBytes
 		p.Drives = append(p.Drives, DriveInfo{
 			Index: uint16(i), Name: d.Name(), Kind: d.Kind(), Bytes: uint64(d.Size()), LBABytes: d.LBABytes(),
-			Direct: d.Direct(), Metadata: i < metadataDrives, Segments: uint32(n), FreeSegments: uint32(n),
+			Direct: d.Direct(), Mapped: len(d.Bytes()) > 0, Metadata: i < metadataDrives,
+			Segments: uint32(n), FreeSegments: uint32(n),
 		})
 	}
 	return nil

@@ -102,6 +102,7 @@ type DriveInfo struct {
 	Bytes        uint64
 	LBABytes     int
 	Direct       bool
+	Mapped       bool // its bytes are memory that is addressed (drive.Drive.Bytes)
 	Metadata     bool // holds a copy of journal and catalog
 	Discard      bool // is told what freed slots no longer hold; never where the volume is read-only
 	Segments     uint32
@@ -160,6 +161,7 @@ func (v *Volume) Info() Info {
 		}
 		if m.dev != nil {
 			d.Kind, d.Bytes, d.LBABytes, d.Direct = m.dev.Kind(), uint64(m.dev.Size()), m.dev.LBABytes(), m.dev.Direct()
+			d.Mapped = len(m.dev.Bytes()) > 0
 		}
 		if m.cause != nil {
 			d.Cause = m.cause.Error()

@@ -167,7 +167,10 @@ func (d *infoDocument) print(e *env) {
 	fmt.Fprintf(w, "DRIVE\tNAME\tSTATE\tKIND\tSIZE\tBLOCKS\tI/O\tNOT IN POOLS\tERRORS\n")
 	for _, dr := range d.Drives {
 		mode := "buffered"
-		if dr.Direct {
+		switch {
+		case dr.Mapped:
+			mode = "mapped"
+		case dr.Direct:
 			mode = "direct"
 		}
 		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%d\t%s\t%.0f%%\t%d\n", dr.Index, orDash(dr.Name), driveState(&dr), dr.Kind,

@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"tuttifs/drive"
 	"tuttifs/nvme"
 )
 
@@ -56,13 +57,16 @@ func BenchmarkEmpty(b *testing.B) {
 	b.ReportMetric(float64(b.N)/b.Elapsed().Seconds()/1e6, "Mcmd/s")
 }
 
-const benchSpan = 64 << 20
+const (
+	benchSpan          = 64 << 20
+	benchInMemoryBytes = 1 << 30
+)
 
-func (h *host) pumpRW(b *testing.B, write bool, size uint32, inflight int, step func()) {
+func (h *host) pumpRW(n int, write bool, size uint32, inflight int, step func()) {
 	blocks := size >> h.c.lbaShift
 	places := uint64(h.c.drive.Size()) / uint64(size)
 	seq := uint64(0)
-	h.pump(b.N, inflight, step, func(e *nvme.SQE, cid uint16) {
+	h.pump(n, inflight, step, func(e *nvme.SQE, cid uint16) {
 		nvme.BuildRW(e, write, cid, 1, seq%places*uint64(blocks), blocks)
 		seq++
 		_ = e.SetSGL(dmaBase+uint64(cid)*uint64(size), size)
@@ -87,7 +91,7 @@ func BenchmarkMemory(b *testing.B) {
 				fill(h.dma, 1)
 				b.SetBytes(int64(size))
 				b.ResetTimer()
-				h.pumpRW(b, write, size, 32, func() { h.p.Step() })
+				h.pumpRW(b.N, write, size, 32, func() { h.p.Step() })
 			})
 		}
 	}
@@ -117,20 +121,100 @@ func BenchmarkFile(b *testing.B) {
 					start := cpuTime()
 					// One thread does both sides, as fio does: what is compared is the work, not the luck of two
 					// threads.
-					h.pumpRW(b, write, size, 16, func() {
-						switch {
-						case p.Step() > 0:
-						case backend == URing:
-							p.ring.wait(time.Second)
-						default:
-							nvme.FutexWait(&p.event, 0, napMax)
-						}
-					})
+					h.pumpRW(b.N, write, size, 16, h.stepOrWait)
 					b.StopTimer()
 					reportCPU(b, start, size)
 					p.Stop()
 				})
 			}
+		}
+	}
+}
+
+// stepOrWait is the poller's step, and where there was nothing to do its wait for the drive.
+func (h *host) stepOrWait() {
+	switch {
+	case h.p.Step() > 0:
+	case h.q.backend == URing:
+		h.p.ring.wait(time.Second)
+	default:
+		nvme.FutexWait(&h.p.event, 0, napMax)
+	}
+}
+
+// inMemoryWays are the ways to bytes in memory: a memory drive, and a file on tmpfs mapped and by system calls.
+var inMemoryWays = []struct {
+	name    string
+	drive   func(testing.TB, int64) drive.Drive
+	backend Backend
+}{
+	{"memory", memoryDrive, Auto},
+	{"mapped", tmpfsDrive, Auto},
+	{"uring", tmpfsDrive, URing},
+	{"pread", tmpfsDrive, Pread},
+}
+
+func benchInMemory(b *testing.B, d drive.Drive, backend Backend, size uint32) *host {
+	c, err := New(Config{Drive: d, SGL: true})
+	require.NoError(b, err)
+	p, err := NewPoller(PollerConfig{Backend: backend})
+	require.NoError(b, err)
+	b.Cleanup(p.Stop)
+	h := attachHost(b, c, p, nil, 64, 16*int(size))
+	fill(h.dma, 1)
+	return h
+}
+
+// Reads and writes of pages that were written before.
+func BenchmarkInMemory(b *testing.B) {
+	for _, way := range inMemoryWays {
+		d := way.drive(b, benchInMemoryBytes)
+		for _, size := range []uint32{32 << 10, 64 << 10, 256 << 10} {
+			for _, write := range []bool{true, false} {
+				b.Run(fmt.Sprintf("%s/write=%v-%dK", way.name, write, size>>10), func(b *testing.B) {
+					h := benchInMemory(b, d, way.backend, size)
+					h.pumpRW(benchInMemoryBytes/int(size), true, size, 16, h.stepOrWait)
+					b.SetBytes(int64(size))
+					b.ResetTimer()
+					start := cpuTime()
+					h.pumpRW(b.N, write, size, 16, h.stepOrWait)
+					b.StopTimer()
+					reportCPU(b, start, size)
+				})
+			}
+		}
+	}
+}
+
+// First writes of a controller: to holes, and to pages that are there and that it has not reached before.
+func BenchmarkFirstWrites(b *testing.B) {
+	const size = 64 << 10
+	for _, way := range inMemoryWays {
+		d := way.drive(b, benchInMemoryBytes)
+		for _, holes := range []bool{true, false} {
+			b.Run(fmt.Sprintf("%s/holes=%v", way.name, holes), func(b *testing.B) {
+				if way.backend == Auto && !holes && d.Fd() < 0 {
+					b.Skip("memory has no pages that are not reached")
+				}
+				b.SetBytes(benchInMemoryBytes)
+				var used time.Duration
+				for b.Loop() {
+					b.StopTimer()
+					if holes {
+						require.NoError(b, d.Discard(0, benchInMemoryBytes))
+					} else if d.Fd() >= 0 {
+						require.NoError(b, unix.Madvise(d.Bytes(), unix.MADV_DONTNEED)) // unmaps, drops nothing
+					}
+					h := benchInMemory(b, d, way.backend, size)
+					start := cpuTime()
+					b.StartTimer()
+					h.pumpRW(benchInMemoryBytes/size, true, size, 16, h.stepOrWait)
+					b.StopTimer()
+					used += cpuTime() - start
+					b.StartTimer()
+				}
+				b.ReportMetric(used.Seconds()/(float64(b.N)*benchInMemoryBytes/1e9), "cpu-s/GB")
+			})
 		}
 	}
 }
@@ -158,7 +242,7 @@ func BenchmarkRunningPoller(b *testing.B) {
 			b.ResetTimer()
 			start := cpuTime()
 			var nap uint32
-			h.pumpRW(b, false, size, depth, func() { nvme.FutexWait(&nap, 0, 10*time.Microsecond) })
+			h.pumpRW(b.N, false, size, depth, func() { nvme.FutexWait(&nap, 0, 10*time.Microsecond) })
 			b.StopTimer()
 			reportCPU(b, start, size)
 		})

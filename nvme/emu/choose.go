@@ -23,8 +23,10 @@ const (
 // the drive (milliseconds; a second on a slow one): call it ahead of the first Poller.Add where that must not wait.
 func (c *Controller) Choose(want Backend) (Backend, string) {
 	switch {
-	case c.bytes != nil:
+	case c.bytes != nil && c.fd < 0:
 		return Inline, "a memory drive"
+	case c.bytes != nil && want == Auto:
+		return Inline, "a file in memory, mapped"
 	case c.fd < 0:
 		return Pread, "the drive has no descriptor"
 	case want != Auto:

@@ -39,7 +39,7 @@ type command struct {
 	moved    bool      // the transfer is over; only the completion is waited for
 	done     bool      // in-order queues: may be published
 	lost     bool      // in-order queues: never published
-	refused  bool      // by the kernel, as it was; goes through the drive's own calls
+	refused  bool      // by the kernel, or by memory; goes through the drive's own calls
 	conflict bool      // its id belongs to another command
 	large    bool      // its lists are longer than a command may keep
 

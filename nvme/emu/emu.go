@@ -85,7 +85,8 @@ type Config struct {
 type Controller struct {
 	cfg      Config
 	drive    drive.Drive
-	bytes    []byte // a memory drive's storage
+	bytes    []byte // the drive's storage where it can be addressed
+	written  pages  // of bytes, where they are a file's: those that pollers have written and mapped
 	fd       int
 	lbaShift uint8
 	blocks   uint64 // namespace size
@@ -154,6 +155,9 @@ func New(c Config) (*Controller, error) {
 	ct.blocks = uint64(c.Drive.Size()) >> ct.lbaShift
 	if c.Drive.Direct() {
 		ct.memAlign = uintptr(lba)
+	}
+	if ct.bytes != nil && ct.fd >= 0 {
+		ct.written = newPages(len(ct.bytes))
 	}
 	ct.regs.reset(ct)
 	return ct, nil

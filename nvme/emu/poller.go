@@ -16,7 +16,7 @@ import (
 type Backend string
 
 const (
-	Auto  Backend = ""      // memory for memory drives, else the faster of the two measured
+	Auto  Backend = ""      // memory where the drive's bytes can be addressed, else the faster of the two measured
 	URing Backend = "uring" // io_uring by raw system calls
 	Pread Backend = "pread" // a pool of preadv/pwritev workers
 )

@@ -260,9 +260,11 @@ func (p *Poller) begin(c *command) {
 	}
 	if c.inline() {
 		c.queue.copied += int(c.n)
-		c.serveMemory()
-		p.end(c)
-		return
+		if c.serveMemory() {
+			p.end(c)
+			return
+		}
+		c.refused = true
 	}
 	c.queue.inflight++
 	p.dispatch(c)
