@@ -225,7 +225,8 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 	return c, nil
 }
 
-// chooseBackends measures the ways to the drives ahead of the first engine, one drive after the other.
+// chooseBackends measures the ways to the drives ahead of the first engine, one drive after the other, and then maps
+// what those have that are memory.
 func (c *Control) chooseBackends() {
 	for _, d := range c.driveList() {
 		select {
@@ -234,6 +235,9 @@ func (c *Control) chooseBackends() {
 		default:
 			c.choose(d)
 		}
+	}
+	for _, d := range c.driveList() {
+		d.controller.Warm(c.stop)
 	}
 }
 

@@ -269,6 +269,28 @@ func TestBytesAreTheFile(t *testing.T) {
 	require.True(t, bytes.Equal(want, r.Bytes()[12345:][:len(want)]))
 }
 
+func TestNextData(t *testing.T) {
+	d := open(t, newFile(t, tmpfsDir(t)), Options{})
+	_, _, ok := NextData(d, 0)
+	require.False(t, ok)
+	require.NoError(t, d.WriteAt([]byte{1}, 10000))
+	require.NoError(t, d.WriteAt(make([]byte, 8192), 1<<20))
+	var found [][2]int64
+	for start, end, ok := NextData(d, 0); ok; start, end, ok = NextData(d, end) {
+		found = append(found, [2]int64{start, end})
+	}
+	require.Equal(t, [][2]int64{{8192, 12288}, {1 << 20, 1<<20 + 8192}}, found)
+	_, _, ok = NextData(d, testBytes)
+	require.False(t, ok)
+	_, _, ok = NextData(d, testBytes+1)
+	require.False(t, ok)
+	m, err := NewMemory("ram0", testBytes)
+	require.NoError(t, err)
+	_, _, ok = NextData(m, 0)
+	require.False(t, ok, "memory does not know")
+	require.NoError(t, m.Close())
+}
+
 func TestLoopFacts(t *testing.T) {
 	for _, sector := range []uint32{512, 4096} {
 		path := loopDevice(t, testBytes, sector)

@@ -135,6 +135,25 @@ func DirectAlign(d Drive) (offset, memory int) {
 	return 1, 1
 }
 
+// NextData is the first range at or after off that holds data and is no hole, whole units; false if d does not know, or
+// there is none.
+func NextData(d Drive, off int64) (start, end int64, ok bool) {
+	f, known := d.(*file)
+	if !known || f.kind != File || f.enter("look for data", off, 0) != nil {
+		return 0, 0, false
+	}
+	defer f.leave()
+	start, err := unix.Seek(f.fd, off, unix.SEEK_DATA)
+	if err != nil || start >= f.size {
+		return 0, 0, false
+	}
+	end, err = unix.Seek(f.fd, start, unix.SEEK_HOLE)
+	if err != nil {
+		return 0, 0, false
+	}
+	return start &^ (UnitBytes - 1), min((end+UnitBytes-1)&^(UnitBytes-1), f.size), true
+}
+
 func ioctlPointer(fd int, request uint, arg unsafe.Pointer) error {
 	return retry(func() error {
 		if _, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(fd), uintptr(request), uintptr(arg)); errno != 0 {

@@ -61,6 +61,12 @@ type volume struct {
 
 func newVolume(t *testing.T) *volume {
 	t.Helper()
+	return newVolumeIn(t, "")
+}
+
+// newVolumeIn has its drives in a directory of where.
+func newVolumeIn(t *testing.T, where string) *volume {
+	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("mounting needs root here")
 	}
@@ -68,7 +74,7 @@ func newVolume(t *testing.T) *volume {
 		t.Skip("no /dev/fuse")
 	}
 	// t.TempDir has the test's name in it, and a socket's path has 107 bytes at most.
-	dir, err := os.MkdirTemp("", "tuttifs")
+	dir, err := os.MkdirTemp(where, "tuttifs")
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
 	v := &volume{t: t, dir: dir}

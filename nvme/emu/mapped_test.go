@@ -100,6 +100,38 @@ func TestMappedIsTheFile(t *testing.T) {
 		BusyNanoseconds: s.BusyNanoseconds}, s)
 }
 
+// TestWarm: what is there is mapped, and a hole stays one.
+func TestWarm(t *testing.T) {
+	d := tmpfsDrive(t, 16<<20)
+	p := make([]byte, 6<<20)
+	fill(p, 1)
+	next := bytes.Clone(p[1<<20+64<<10:][:64<<10])
+	require.NoError(t, d.WriteAt(p, 1<<20))
+	h := attachWay(t, d, Auto, Inline)
+	stopped := make(chan struct{})
+	close(stopped)
+	h.c.Warm(stopped)
+	require.False(t, h.c.written.all(1<<20, 4096))
+	h.c.Warm(nil)
+	require.True(t, h.c.written.all(1<<20, 6<<20))
+	for _, off := range []int64{1<<20 - 4096, 7 << 20} {
+		require.False(t, h.c.written.all(off, 4096))
+	}
+	var st unix.Stat_t
+	require.NoError(t, unix.Stat(d.Name(), &st))
+	require.EqualValues(t, 6<<20, st.Blocks*512)
+	fill(h.dma[:64<<10], 2)
+	require.Equal(t, nvme.Success, h.do(h.rw(true, 1, 2<<20>>h.c.lbaShift, 64<<10>>h.c.lbaShift, 0)))
+	require.NoError(t, d.ReadAt(p[:64<<10], 2<<20))
+	require.True(t, bytes.Equal(h.dma[:64<<10], p[:64<<10]))
+	require.NoError(t, d.ReadAt(p[:64<<10], 2<<20+64<<10))
+	require.True(t, bytes.Equal(next, p[:64<<10]))
+
+	memory, err := New(Config{Drive: memoryDrive(t, 1<<20)})
+	require.NoError(t, err)
+	memory.Warm(nil)
+}
+
 // TestMappedTruncated: somebody makes the file shorter under the mapping. Commands fail or succeed as they do by system
 // calls, and those of the rest go on.
 func TestMappedTruncated(t *testing.T) {

@@ -8,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tuttifs/drive"
 	"tuttifs/nvme"
 )
 
@@ -57,6 +58,33 @@ func (c *command) writeFirst() error {
 	_ = unix.Madvise(ct.bytes[c.off&^int64(unix.Getpagesize()-1):end], unix.MADV_POPULATE_READ)
 	ct.written.add(c.off, int64(c.n))
 	return nil
+}
+
+// warmBytes is what Warm maps in one call: as long as others wait who map or unmap.
+const warmBytes = 4 << 20
+
+// Warm maps the pages that a mapped file has, until stop is closed. Without it the first transfers do, at a third more
+// CPU time for reads, and several times as much for writes. Holes stay holes.
+func (c *Controller) Warm(stop <-chan struct{}) {
+	if c.written == nil {
+		return
+	}
+	at, end, ok := drive.NextData(c.drive, 0)
+	for ok {
+		select {
+		case <-stop:
+			return
+		default:
+		}
+		n := min(end-at, warmBytes)
+		if unix.Madvise(c.bytes[at:at+n], unix.MADV_POPULATE_READ) != nil {
+			return // faults do it
+		}
+		c.written.add(at, n)
+		if at += n; at == end {
+			at, end, ok = drive.NextData(c.drive, at)
+		}
+	}
 }
 
 // addressError is what a fault panics with.
