@@ -18,6 +18,7 @@ import (
 	"tuttifs/extentmap"
 	"tuttifs/fs"
 	"tuttifs/gpufile"
+	"tuttifs/nvme/emu"
 	"tuttifs/wear"
 )
 
@@ -34,6 +35,7 @@ type Options struct {
 	Policy            string        // "": lru
 	Admission         wear.GateOptions
 	Pollers           int           // polling threads of a session; 0: 1
+	Backend           emu.Backend   // way of engines' commands to the drives
 	Profiles          DriveProfiles // of modelled drives
 	SocketDir         string        // for engines' attachments; "": /run/tuttifs
 	MetricsAddress    string        // "" for none
@@ -156,7 +158,7 @@ func (d *Daemon) open() (err error) {
 	payload := newPayload(d.volume, o.DriveTimeout)
 	d.store.SetVerifier(payload.verify)
 	d.control, err = NewControl(d.store, ControlOptions{
-		SocketDir: o.SocketDir, Shared: o.AllowOther, Pollers: o.Pollers,
+		SocketDir: o.SocketDir, Shared: o.AllowOther, Pollers: o.Pollers, Backend: o.Backend,
 		Logf: func(format string, args ...any) { o.Log.Info(fmt.Sprintf(format, args...)) },
 	})
 	if err != nil {

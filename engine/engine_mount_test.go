@@ -23,12 +23,16 @@ import (
 	"tuttifs/extentmap"
 	"tuttifs/gio"
 	"tuttifs/ioctl"
+	"tuttifs/nvme/emu"
 	"tuttifs/stripe"
 )
 
 // The tests of this file use a real mount, whose daemon is this binary again in another process.
 
-const daemonVariable = "TUTTIFS_TEST_ENGINE_DAEMON"
+const (
+	daemonVariable = "TUTTIFS_TEST_ENGINE_DAEMON"
+	wayVariable    = "TUTTIFS_TEST_ENGINE_WAY"
+)
 
 // TestDaemonProcess is the body of the daemon's process.
 func TestDaemonProcess(t *testing.T) {
@@ -39,7 +43,7 @@ func TestDaemonProcess(t *testing.T) {
 	run := func() error {
 		return daemon.Run(context.Background(), daemon.Options{
 			Paths: []string{filepath.Join(where, "drive0")}, Dir: filepath.Join(where, "mnt"),
-			SocketDir: filepath.Join(where, "run"), CheckpointSeconds: 1,
+			SocketDir: filepath.Join(where, "run"), CheckpointSeconds: 1, Backend: emu.Backend(os.Getenv(wayVariable)),
 			Ready: func() { fmt.Println("ready") },
 		})
 	}
@@ -54,18 +58,19 @@ func TestDaemonProcess(t *testing.T) {
 
 // volume is a formatted volume, mounted while a daemon runs.
 type volume struct {
-	t   *testing.T
+	t   testing.TB
 	dir string
+	way emu.Backend // of commands to the drives
 	cmd *exec.Cmd
 }
 
 func newVolume(t *testing.T) *volume {
 	t.Helper()
-	return newVolumeIn(t, "")
+	return newVolumeIn(t, "", 64<<20, emu.Auto)
 }
 
 // newVolumeIn has its drives in a directory of where.
-func newVolumeIn(t *testing.T, where string) *volume {
+func newVolumeIn(t testing.TB, where string, driveBytes int64, way emu.Backend) *volume {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("mounting needs root here")
@@ -77,13 +82,13 @@ func newVolumeIn(t *testing.T, where string) *volume {
 	dir, err := os.MkdirTemp(where, "tuttifs")
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, os.RemoveAll(dir)) })
-	v := &volume{t: t, dir: dir}
+	v := &volume{t: t, dir: dir, way: way}
 	require.NoError(t, os.Mkdir(v.mount(), 0o755))
 	require.NoError(t, os.Mkdir(filepath.Join(v.dir, "run"), 0o700))
 	var drives []drive.Drive
 	for i := range 3 {
 		path := filepath.Join(v.dir, fmt.Sprintf("drive%d", i))
-		require.NoError(t, drive.Create(path, 64<<20))
+		require.NoError(t, drive.Create(path, driveBytes))
 		d, err := drive.Open(path, drive.Options{})
 		require.NoError(t, err)
 		drives = append(drives, d)
@@ -103,7 +108,7 @@ func (v *volume) mount() string { return filepath.Join(v.dir, "mnt") }
 func (v *volume) start() {
 	v.t.Helper()
 	v.cmd = exec.Command(os.Args[0], "-test.run=^TestDaemonProcess$", "-test.v")
-	v.cmd.Env = append(os.Environ(), daemonVariable+"="+v.dir)
+	v.cmd.Env = append(os.Environ(), daemonVariable+"="+v.dir, wayVariable+"="+string(v.way))
 	v.cmd.Stderr = os.Stderr
 	out, err := v.cmd.StdoutPipe()
 	require.NoError(v.t, err)

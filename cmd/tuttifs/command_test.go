@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tuttifs/nvme/emu"
 )
 
 // runInProcess runs the command line without a process of its own.
@@ -170,18 +172,21 @@ func TestMountOptions(t *testing.T) {
 	s := newMountSettings()
 	require.NoError(t, s.parse([]string{"ro,nofail,_netdev,noatime,x-systemd.automount",
 		"uid=7,gid=8,umask=027,noxattr,allow_other",
-		"policy=sieve,pollers=3,checkpoint=5,sockets=/s,volume=kv0,search=/a,search=/b,nodiscard,timeout=0,"}, false))
+		"policy=sieve,pollers=3,io=pread,checkpoint=5,sockets=/s,volume=kv0,search=/a,search=/b,nodiscard,timeout=0,"}, false))
 	d := s.daemon
 	require.True(t, d.ReadOnly && d.NoXattr && d.AllowOther)
 	require.EqualValues(t, []uint32{7, 8, 0o027}, []uint32{d.UID, d.GID, d.Umask})
 	require.Equal(t, []int{3, 5}, []int{d.Pollers, d.CheckpointSeconds})
 	require.Equal(t, []string{"sieve", "/s", "kv0"}, []string{d.Policy, d.SocketDir, s.volume})
 	require.Equal(t, []string{"/a", "/b"}, s.search)
+	require.Equal(t, emu.Pread, d.Backend)
+	require.NoError(t, s.parse([]string{"io=auto"}, false))
+	require.Equal(t, emu.Auto, s.daemon.Backend)
 	require.False(t, *d.Discard)
 	require.Zero(t, d.EntryTimeout)
 
 	require.NoError(t, newMountSettings().parse([]string{"bogus,rw"}, true), "sloppy")
-	for _, bad := range []string{"bogus", "ro=1", "uid=", "uid=-1", "umask=8", "umask=01000", "pollers=0",
+	for _, bad := range []string{"bogus", "ro=1", "uid=", "uid=-1", "umask=8", "umask=01000", "pollers=0", "io=memory",
 		"checkpoint=x", "timeout=NaN", "volume"} {
 		require.ErrorContains(t, newMountSettings().parse([]string{bad}, false), bad)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"tuttifs/daemon"
 	"tuttifs/drivemodel"
+	"tuttifs/nvme/emu"
 	"tuttifs/wear"
 )
 
@@ -32,6 +33,9 @@ func newMountSettings() *mountSettings {
 
 // policies are the names of eviction policies.
 var policies = []string{"lru", "sieve", "s3fifo"}
+
+// ioWays are the ways of commands to the drives. Auto maps files in memory, and takes the faster way to others.
+var ioWays = map[string]emu.Backend{"auto": emu.Auto, "uring": emu.URing, "pread": emu.Pread}
 
 // mountOption is one -o option. With a value, set gets it; without, "".
 type mountOption struct {
@@ -127,6 +131,15 @@ var mountOptionTable = []mountOption{
 	{"pollers", "N", "polling threads of a session (default 1)", func(s *mountSettings, v string) error {
 		return parsePositive(v, 64, &s.daemon.Pollers)
 	}},
+	{"io", "auto|uring|pread", "way of engines' commands to the drives (default auto)",
+		func(s *mountSettings, v string) error {
+			way, ok := ioWays[v]
+			if !ok {
+				return errors.New("one of auto, uring, pread")
+			}
+			s.daemon.Backend = way
+			return nil
+		}},
 	{"sockets", "DIR", "where engines attach (default /run/tuttifs)", func(s *mountSettings, v string) error {
 		s.daemon.SocketDir = v
 		return nil
