@@ -150,8 +150,14 @@ var inMemoryWays = []struct {
 }{
 	{"memory", memoryDrive, Auto},
 	{"mapped", tmpfsDrive, Auto},
+	{"mapped-huge", hugeDrive, Auto},
 	{"uring", tmpfsDrive, URing},
 	{"pread", tmpfsDrive, Pread},
+}
+
+// hugeDrive is a file on tmpfs in huge pages.
+func hugeDrive(t testing.TB, size int64) drive.Drive {
+	return inMemory(t, smallTmpfs(t, "size=2g,huge=within_size"), size)
 }
 
 func benchInMemory(b *testing.B, d drive.Drive, backend Backend, size uint32) *host {
