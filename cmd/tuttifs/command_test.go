@@ -172,7 +172,8 @@ func TestMountOptions(t *testing.T) {
 	s := newMountSettings()
 	require.NoError(t, s.parse([]string{"ro,nofail,_netdev,noatime,x-systemd.automount",
 		"uid=7,gid=8,umask=027,noxattr,allow_other",
-		"policy=sieve,pollers=3,io=pread,checkpoint=5,sockets=/s,volume=kv0,search=/a,search=/b,nodiscard,timeout=0,"}, false))
+		"policy=sieve,pollers=3,checkpoint=5,sockets=/s,volume=kv0,search=/a,search=/b,nodiscard,timeout=0,",
+		"io=pread"}, false))
 	d := s.daemon
 	require.True(t, d.ReadOnly && d.NoXattr && d.AllowOther)
 	require.EqualValues(t, []uint32{7, 8, 0o027}, []uint32{d.UID, d.GID, d.Umask})
