@@ -39,6 +39,19 @@ func tmpfsDir(t *testing.T) string {
 	return dir
 }
 
+func ramfsDir(t *testing.T) string {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("mounting ramfs needs root")
+	}
+	dir := t.TempDir()
+	if err := unix.Mount("tuttifs-test", dir, "ramfs", 0, ""); err != nil {
+		t.Skipf("no ramfs can be mounted here: %v", err)
+	}
+	t.Cleanup(func() { require.NoError(t, unix.Unmount(dir, unix.MNT_DETACH)) })
+	return dir
+}
+
 func open(t *testing.T, path string, o Options) Drive {
 	t.Helper()
 	d, err := Open(path, o)
@@ -73,6 +86,7 @@ var media = []medium{
 	}},
 	{"buffered file", func(t *testing.T) Drive { return open(t, newFile(t, t.TempDir()), Options{Buffered: true}) }},
 	{"tmpfs", func(t *testing.T) Drive { return open(t, newFile(t, tmpfsDir(t)), Options{}) }},
+	{"ramfs", func(t *testing.T) Drive { return open(t, newFile(t, ramfsDir(t)), Options{}) }},
 	{"loop 512", func(t *testing.T) Drive { return open(t, loopDevice(t, testBytes, 512), Options{}) }},
 	{"loop 4096", func(t *testing.T) Drive { return open(t, loopDevice(t, testBytes, 4096), Options{}) }},
 	{"buffered loop 512", func(t *testing.T) Drive {
@@ -289,6 +303,8 @@ func TestNextData(t *testing.T) {
 	_, _, ok = NextData(m, 0)
 	require.False(t, ok, "memory does not know")
 	require.NoError(t, m.Close())
+	_, _, ok = NextData(open(t, newFile(t, ramfsDir(t)), Options{}), 0)
+	require.False(t, ok, "ramfs does not know")
 }
 
 func TestLoopFacts(t *testing.T) {

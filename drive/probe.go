@@ -102,11 +102,17 @@ func (f *file) setDirect(on bool) error {
 // inPageCacheOnly knows the filesystems that accept O_DIRECT and ignore it: their page cache is all the storage
 // they have.
 func inPageCacheOnly(fd int) bool {
+	t := filesystem(fd)
+	return t == unix.TMPFS_MAGIC || t == unix.RAMFS_MAGIC
+}
+
+// filesystem is the type's magic number, 0 if the kernel does not say.
+func filesystem(fd int) int64 {
 	var fs unix.Statfs_t
 	if err := unix.Fstatfs(fd, &fs); err != nil {
-		return false
+		return 0
 	}
-	return fs.Type == unix.TMPFS_MAGIC || fs.Type == unix.RAMFS_MAGIC
+	return int64(fs.Type)
 }
 
 // chooseLBA settles the logical block size: the device's own, or for a file the wanted one, or the smallest that
@@ -143,6 +149,9 @@ func NextData(d Drive, off int64) (start, end int64, ok bool) {
 		return 0, 0, false
 	}
 	defer f.leave()
+	if filesystem(f.fd) == unix.RAMFS_MAGIC {
+		return 0, 0, false // it calls holes data
+	}
 	start, err := unix.Seek(f.fd, off, unix.SEEK_DATA)
 	if err != nil || start >= f.size {
 		return 0, 0, false
