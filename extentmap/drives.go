@@ -132,7 +132,7 @@ func (v *Volume) AddDrive(d drive.Drive, o AddOptions) (index uint16, err error)
 		}
 	}
 	if !o.Force {
-		what, err := findSignature(d)
+		what, err := FindSignature(d)
 		if err != nil {
 			return 0, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive", Cause: err}
 		}

@@ -70,7 +70,7 @@ func Plan(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 	}
 	if !o.Force {
 		for _, d := range drives {
-			what, err := findSignature(d)
+			what, err := FindSignature(d)
 			if err != nil {
 				return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive",
 					Cause: err}

@@ -51,8 +51,8 @@ const (
 	zfsMagic     uint = 0x00bab10c
 )
 
-// findSignature says what a drive already holds, or "" if it looks unused.
-func findSignature(d drive.Drive) (string, error) {
+// FindSignature says what a drive already holds, or "" if it looks unused.
+func FindSignature(d drive.Drive) (string, error) {
 	b := make([]byte, min(signatureBytes, d.Size()))
 	if err := d.ReadAt(b, 0); err != nil {
 		return "", err

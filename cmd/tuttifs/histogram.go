@@ -43,6 +43,15 @@ func (h *histogram) add(d time.Duration) {
 	h.max = max(h.max, d)
 }
 
+// merge adds the samples of another histogram.
+func (h *histogram) merge(o *histogram) {
+	for b, n := range o.buckets {
+		h.buckets[b] += n
+	}
+	h.count += o.count
+	h.max = max(h.max, o.max)
+}
+
 // quantile returns the upper end of the bucket that holds the q-quantile, at most the largest sample; 0 if empty.
 func (h *histogram) quantile(q float64) time.Duration {
 	rank := max(uint64(q*float64(h.count)+0.5), 1)
