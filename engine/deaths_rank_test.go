@@ -14,6 +14,7 @@ import (
 	"strings"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -26,6 +27,7 @@ const (
 	rankVariable = "TUTTIFS_TEST_DEATHS_RANK"
 	liveChains   = 5 // that a leader keeps
 	chainMost    = 3
+	saidMost     = 100 // lines of a follower that has failed
 )
 
 var rankOptions = SessionOptions{Lanes: 2, Depth: 32, DMABytes: 4 << 20, BounceBytes: 512 << 10, ArenaBytes: 8192,
@@ -55,6 +57,9 @@ func startRank(role, dir, detail string) (*exec.Cmd, io.WriteCloser, *bufio.Scan
 	out, err := cmd.StdoutPipe()
 	if err != nil {
 		return nil, nil, nil, err
+	}
+	if role == "follower" { // its leader reports what it has said
+		cmd.Stderr = cmd.Stdout
 	}
 	return cmd, in, bufio.NewScanner(out), cmd.Start()
 }
@@ -317,13 +322,16 @@ func (l *leaderState) leave() {
 	l.forget()
 }
 
-func (l *leaderState) forget() {
+// forget ends the follower, if there is one, and says how it has ended.
+func (l *leaderState) forget() (end *os.ProcessState) {
 	if l.rank1 != nil {
 		_ = l.rank1.Process.Kill()
 		_ = l.rank1In.Close()
 		_ = l.rank1.Wait()
+		end = l.rank1.ProcessState
 		l.rank1 = nil
 	}
+	return end
 }
 
 func (l *leaderState) note(format string, args ...any) {
@@ -349,19 +357,22 @@ func (l *leaderState) step() error {
 
 // hire starts a follower.
 func (l *leaderState) hire() (err error) {
+	begun := time.Now()
 	l.rank1, l.rank1In, l.rank1Said, err = startRank("follower", l.dir, fmt.Sprintf("%x", l.u.session.Token()))
 	require.NoError(l.t, err)
+	var said []string
 	for l.rank1Said.Scan() {
-		if l.rank1Said.Text() == "ready" {
+		text := l.rank1Said.Text()
+		if text == "ready" {
 			return nil
 		}
-		if text, ok := strings.CutPrefix(l.rank1Said.Text(), "error "); ok {
-			err = errors.New(text)
-			break
+		if len(said) < saidMost {
+			said = append(said, text)
 		}
 	}
-	l.forget()
-	return fmt.Errorf("the follower did not begin: %w", err)
+	took := time.Since(begun)
+	end := l.forget()
+	return fmt.Errorf("the follower, process %d, did not begin: %v after %v, having said %q", end.Pid(), end, took, said)
 }
 
 func (l *leaderState) store() error {
@@ -394,8 +405,8 @@ func (l *leaderState) store() error {
 		_ = l.u.pool.Abort(l.reserve) // what is left of it; most often nothing is
 	}
 	if !heard {
-		l.forget()
-		return errors.Join(err, errors.New("the follower is gone"))
+		end := l.forget()
+		return errors.Join(err, fmt.Errorf("the follower, process %d, is gone: %v", end.Pid(), end))
 	}
 	if said != "ok" {
 		err = errors.Join(err, errors.New("follower: "+said))
@@ -443,14 +454,22 @@ func keyPath(dir string, k *Key) string {
 	return filepath.Join(dir, "mnt", "pool", "blocks", name[:2], name)
 }
 
+// forkedName is what a child of forkChild calls itself. A process that is being started looks like its parent as well
+// until it executes its program; this name tells them apart.
+const forkedName = "forked-child"
+
+var forkedNameZ = []byte(forkedName + "\x00")
+
 // forkChild is fork(2) without exec: the child has all of this process's descriptors, and the memory that is not kept
-// from children. It does nothing, and none of this program's code runs in it but the loop below.
+// from children. It does nothing, and none of this program's code runs in it but what is below.
 //
 //go:norace
 //go:noinline
 func forkChild() (int, error) {
+	name := uintptr(unsafe.Pointer(&forkedNameZ[0]))
 	pid, _, errno := unix.RawSyscall6(unix.SYS_CLONE, uintptr(unix.SIGCHLD), 0, 0, 0, 0, 0)
 	if pid == 0 && errno == 0 {
+		unix.RawSyscall6(unix.SYS_PRCTL, unix.PR_SET_NAME, name, 0, 0, 0, 0)
 		for {
 			unix.RawSyscall6(unix.SYS_PPOLL, 0, 0, 0, 0, 0, 0)
 		}

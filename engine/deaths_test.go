@@ -114,9 +114,9 @@ type deathsEngine struct {
 	cmd      *exec.Cmd
 	in       io.WriteCloser
 	said     *bufio.Scanner
-	excused  int  // rounds in which it may hear of a death
-	bereaved bool // its follower was killed: it hears of it when it asks it for something
-	read     int  // bytes of its journal
+	excused  int // rounds in which it may hear of a death
+	bereaved int // how many followers it has lost and not heard of: it hears of one when it asks it for something
+	read     int // bytes of its journal
 	chains   map[uint64][]Key
 }
 
@@ -176,8 +176,8 @@ func (e *deathsEngine) hear(t *testing.T, text string) {
 	switch name, rest, _ := strings.Cut(text, " "); name {
 	case "error":
 		require.NotContains(t, rest, errWrong.Error())
-		require.True(t, e.bereaved || e.excused > 0, "an engine that nobody has disturbed: %s", rest)
-		e.bereaved = false
+		require.True(t, e.bereaved > 0 || e.excused > 0, "an engine that nobody has disturbed: %s", rest)
+		e.bereaved = max(0, e.bereaved-1)
 	case "---":
 		t.Fatalf("an engine has failed: %s", e.rest())
 	}
@@ -192,9 +192,8 @@ func (e *deathsEngine) rest() string {
 	return strings.Join(lines, "\n")
 }
 
-// relatives are the rank processes that a process is the parent of: those with a role of their own, and forked children
-// that have its own.
-func relatives(t *testing.T, parent int) (followers, forked []int) {
+// children calls f with each process that a process is the parent of, and the name of the program or thread that it is.
+func children(t *testing.T, parent int, f func(pid int, name string)) {
 	names, err := os.ReadDir("/proc")
 	require.NoError(t, err)
 	for _, name := range names {
@@ -203,18 +202,29 @@ func relatives(t *testing.T, parent int) (followers, forked []int) {
 			continue
 		}
 		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
-		if err != nil || len(fields) < 2 || fields[1] != strconv.Itoa(parent) {
+		opening, closing := bytes.IndexByte(stat, '('), bytes.LastIndexByte(stat, ')')
+		if err != nil || opening < 0 || closing < opening {
 			continue
 		}
+		fields := strings.Fields(string(stat[closing+1:]))
+		if len(fields) > 1 && fields[1] == strconv.Itoa(parent) {
+			f(pid, string(stat[opening+1:closing]))
+		}
+	}
+}
+
+// relatives are the children of a leader, or what it has left to this process. A process that is being started and does
+// not execute its program yet is neither kind.
+func relatives(t *testing.T, parent int) (followers, forked []int) {
+	children(t, parent, func(pid int, name string) {
 		environ, _ := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid)) // none of a process that has ended
 		switch {
 		case bytes.Contains(environ, []byte(rankVariable+"=follower|")):
 			followers = append(followers, pid)
-		case bytes.Contains(environ, []byte(rankVariable+"=leader|")):
+		case name == forkedName && len(environ) > 0:
 			forked = append(forked, pid)
 		}
-	}
+	})
 	return followers, forked
 }
 
@@ -253,7 +263,7 @@ func (d *deaths) killFollower() string {
 	if len(followers) == 0 {
 		return "nobody"
 	}
-	d.engines[i].bereaved = true
+	d.engines[i].bereaved++
 	_ = unix.Kill(followers[0], unix.SIGKILL)
 	return "a follower"
 }
@@ -311,17 +321,21 @@ func (d *deaths) endEngine(i int) {
 	_ = os.Remove(journalName(d.v.dir, e.number)) // there is none if it had not begun
 }
 
-// endOrphans kills what dead leaders have left.
+// endOrphans kills what dead leaders have left: all children of this process that are neither the daemon nor leaders.
 func (d *deaths) endOrphans() {
-	followers, forked := relatives(d.t, os.Getpid())
-	for _, pid := range followers {
-		d.end(pid)
-	}
+	_, forked := relatives(d.t, os.Getpid())
 	for _, pid := range forked {
-		if !slices.ContainsFunc(d.engines, func(e *deathsEngine) bool { return e != nil && e.cmd.Process.Pid == pid }) {
-			d.checkChild(pid)
-			d.end(pid)
+		d.checkChild(pid)
+	}
+	var orphans []int
+	children(d.t, os.Getpid(), func(pid int, _ string) {
+		living := func(e *deathsEngine) bool { return e != nil && e.cmd.Process.Pid == pid }
+		if pid != d.v.cmd.Process.Pid && !slices.ContainsFunc(d.engines, living) {
+			orphans = append(orphans, pid)
 		}
+	})
+	for _, pid := range orphans {
+		d.end(pid)
 	}
 }
 
@@ -409,20 +423,18 @@ func (d *deaths) holds() (r resources) {
 // settle waits until the daemon has given back what the dead had, and no more than the living have is left.
 func (d *deaths) settle(kind string) {
 	d.t.Helper()
-	var want []int
-	for _, e := range d.engines {
-		if e == nil {
-			continue
-		}
-		pid := e.cmd.Process.Pid
-		followers, _ := relatives(d.t, pid)
-		want = append(append(want, pid), followers...)
-	}
-	slices.Sort(want)
-	var got []int
+	var want, got []int
 	var r resources
 	settled := func() bool {
-		got = nil
+		want, got = nil, nil
+		for _, e := range d.engines {
+			if e != nil {
+				pid := e.cmd.Process.Pid
+				followers, _ := relatives(d.t, pid) // without the killed as soon as they have ended
+				want = append(append(want, pid), followers...)
+			}
+		}
+		slices.Sort(want)
 		doc := d.v.sessions()
 		for _, m := range doc.Processes {
 			got = append(got, int(m.PID))
