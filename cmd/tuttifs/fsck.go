@@ -45,7 +45,7 @@ func newFsck() *command {
 	f.BoolVarP(&o.force, "force", "f", false, "check everything although the volume is clean")
 	f.BoolVar(&o.data, "data", false, "also read all files and verify their checksums")
 	f.StringVar(&o.trust, "trust", "", "where drives were mounted apart, `DRIVE` is right and the others are not")
-	f.IntVar(&o.parallel, "parallel", 0, "files that --data reads at once (default 4 for each drive, and 8 at least)")
+	f.IntVar(&o.parallel, "parallel", 0, "reads that --data makes at once (default 4 for each drive, and 8 at least)")
 	f.IntVarP(&o.progress, "progress", "C", -1,
 		"progress to descriptor `FD`, one 'pass done total structure' a line; 0 draws a bar")
 	f.BoolVarP(&o.verbose, "verbose", "v", false, "also print counts")

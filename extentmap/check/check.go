@@ -148,7 +148,7 @@ type Options struct {
 	Progress func(p Pass, done, total uint64)
 	// Data also reads all payloads of committed files and verifies their checksums.
 	Data bool
-	// Parallel is how many files are read at once by Data; 0 means 4 for each drive, and 8 at least.
+	// Parallel is how many reads, of 2 MiB at most, Data makes at once; 0 means 4 for each drive, and 8 at least.
 	Parallel int
 	// Quick stops behind the journal if the volume was unmounted and is without errors that far.
 	Quick bool
