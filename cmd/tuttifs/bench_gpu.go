@@ -28,6 +28,7 @@ type benchGPUOptions struct {
 	bounce  sizeFlag
 	move    sizeFlag
 	moves   int
+	blocks  int
 	dir     string
 	output  string
 	limit   time.Duration
@@ -76,6 +77,7 @@ func newBenchGPU() *command {
 	f.Var(&o.bounce, "bounce", "memory of the bounce cells")
 	f.Var(&o.move, "move", "a piece of the copy engine's work")
 	f.IntVar(&o.moves, "moves", gio.MovesDefault, "pieces outstanding in each direction")
+	f.IntVar(&o.blocks, "blocks", gio.HarvestBlocksDefault, "grid of harvest and gather")
 	f.StringVar(&o.dir, "dir", "", "directory `DIR` on ext4 for cuFile's file (default: that of the system)")
 	f.DurationVar(&o.limit, "limit", 0, "`TIME` after which what is left is left out (default 8m, with --quick 3m)")
 	f.BoolVar(&o.quick, "quick", false, "fewer and shorter rounds")
@@ -188,6 +190,8 @@ func (o *benchGPUOptions) validate() error {
 		return usagef("--layer is %d, want a multiple of 1m up to 64g", uint64(o.layer))
 	case o.staging < least || o.staging > most || o.bounce < least || o.bounce > most:
 		return usagef("--staging is %d and --bounce %d, want 1m to 64g", uint64(o.staging), uint64(o.bounce))
+	case o.blocks < 1 || o.blocks > 1024:
+		return usagef("--blocks is %d, want 1 to 1024", o.blocks)
 	case o.move < 4096 || o.move > 1<<30 || o.moves < 1 || o.moves > gio.MovesMax:
 		return usagef("--move is %d and --moves %d, want 4k to 1g and 1 to %d", uint64(o.move), o.moves, gio.MovesMax)
 	}
@@ -287,7 +291,7 @@ func (b *gpuBench) open() error {
 		OutputVersion: outputVersion, GPU: b.gpu.device.Name(), DriverVersion: b.driver.Version(),
 		Cores: runtime.GOMAXPROCS(0), Pollers: b.o.pollers, Lanes: b.o.lanes, Drives: gpuDrives, Runs: b.o.runs,
 		StagingBytes: uint64(b.o.staging), BounceBytes: uint64(b.o.bounce), LayerBytes: uint64(b.o.layer),
-		MoveBytes: uint64(b.o.move), Moves: b.o.moves,
+		MoveBytes: uint64(b.o.move), Moves: b.o.moves, HarvestBlocks: b.o.blocks,
 		Layers: b.o.scale.layers,
 	}
 	return nil

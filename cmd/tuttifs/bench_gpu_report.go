@@ -23,6 +23,7 @@ type gpuReport struct {
 	BounceBytes   uint64 `json:"bounce_bytes"`
 	MoveBytes     uint64 `json:"move_bytes"`
 	Moves         int    `json:"moves"`
+	HarvestBlocks int    `json:"harvest_blocks"`
 
 	Rates         []gpuRate         `json:"rates,omitempty"`
 	Sums          []gpuSumsCost     `json:"sums,omitempty"`
@@ -80,9 +81,9 @@ func (r *gpuReport) save(path string) error {
 func (r *gpuReport) print(e *env) error {
 	e.printf("%s, CUDA driver %d.%d, %d cores, %d pollers, %d lanes of %d RAM-backed drives\n", r.GPU,
 		r.DriverVersion/1000, r.DriverVersion%1000/10, r.Cores, r.Pollers, r.Lanes, r.Drives)
-	e.printf("%d layers of %s, %d runs an object, staging %s, bounce %s, %d pieces of %s\n", r.Layers,
+	e.printf("%d layers of %s, %d runs an object, staging %s, bounce %s, %d pieces of %s, %d blocks\n", r.Layers,
 		humanBytes(r.LayerBytes), r.Runs, humanBytes(r.StagingBytes), humanBytes(r.BounceBytes), r.Moves,
-		humanBytes(r.MoveBytes))
+		humanBytes(r.MoveBytes), r.HarvestBlocks)
 	for _, part := range []struct {
 		title, head string
 		rows        int

@@ -70,7 +70,8 @@ func (b *gpuBench) newRig(gpu *gpuDevice, image *gpuImage, s gpuSetup) (r *gpuRi
 	if err = r.serve(b.o.pollers); err != nil {
 		return r, err
 	}
-	c := gio.GPUConfig{Context: gpu.context, StagingBytes: int(b.o.staging), MoveBytes: int(b.o.move), Moves: b.o.moves}
+	c := gio.GPUConfig{Context: gpu.context, StagingBytes: int(b.o.staging), MoveBytes: int(b.o.move), Moves: b.o.moves,
+		HarvestBlocks: b.o.blocks}
 	if c.RingConfig, err = r.lanes(s); err != nil {
 		return r, err
 	}
