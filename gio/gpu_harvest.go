@@ -122,6 +122,7 @@ func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
 	kind, f, count := launchHarvest, g.device.harvest, &g.stats.harvests
 	if t.write {
 		kind, f, count = launchGather, g.device.gather, &g.stats.gathers
+		th.gathers++
 	} else {
 		th.harvests++
 	}
@@ -182,6 +183,7 @@ func (th *ioThread) gatherAhead() {
 
 // gathered lets the lanes have chunks whose bytes are in the staging.
 func (th *ioThread) gathered(t *gpuTicket, from, to int) {
+	th.gathers--
 	for i := from; i < to; i++ {
 		c := &t.chunks[t.chunks[i].nth]
 		c.gathered = gatherDone

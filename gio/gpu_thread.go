@@ -25,6 +25,7 @@ type ioThread struct {
 	launches      [launchesMax]launch
 	flying        int    // launches under way
 	harvests      int    // of them
+	gathers       int    // likewise
 	open          []bool // by lane, while a build is put together
 	lane          int    // that had the last chunk
 	rang          bool   // in this round: pollers that sleep are to be woken
@@ -58,6 +59,8 @@ const (
 	spinRounds  = 4   // before the first nap
 	quietRounds = 100 // before naps are long
 	quietNanos  = 50_000
+	// gatherNanos is how long a nap may be while a gather is under way: lanes wait for its end, and so does the next one.
+	gatherNanos = 100_000
 )
 
 func (th *ioThread) setUp(g *GPU) (err error) {
@@ -152,6 +155,9 @@ func (th *ioThread) park() {
 func (th *ioThread) rest() {
 	th.idle++
 	if due := min(th.g.in.due(th.now), th.g.out.due(th.now)); due != never {
+		if th.gathers > 0 {
+			due = min(due, th.now+gatherNanos)
+		}
 		th.napUntil(due)
 		return
 	}
@@ -531,7 +537,7 @@ func (th *ioThread) fatal(err error) {
 	for i := range th.launches {
 		th.launches[i].kind, th.launches[i].t = launchFree, nil
 	}
-	th.flying, th.harvests, th.listed = 0, 0, nil
+	th.flying, th.harvests, th.gathers, th.listed = 0, 0, 0, nil
 	for i := range flying {
 		x := &flying[i]
 		switch x.kind {

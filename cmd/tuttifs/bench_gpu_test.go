@@ -29,6 +29,7 @@ func smallBenchGPU(t *testing.T, gpus int) *benchGPUOptions {
 	fake := cudatest.Start(t, cudatest.Config{Kernels: kernels, Devices: gpus, MemoryBytes: 4 << 30})
 	return &benchGPUOptions{
 		json: true, gpus: gpus, pollers: 2, lanes: 2, runs: 2, layer: 1 << 20, staging: 8 << 20, bounce: 4 << 20,
+		move: 256 << 10, moves: 2, blocks: 4,
 		dir: t.TempDir(), open: func() (*cuda.Driver, error) { return fake.Driver(), nil },
 		scale: gpuScale{
 			rounds: 1, period: 4 * time.Millisecond, window: time.Millisecond, ours: 10 * time.Millisecond,
@@ -218,6 +219,9 @@ func TestBenchGPURefusesBadFlags(t *testing.T) {
 		"runs":    func(o *benchGPUOptions) { o.runs = 3 },
 		"layer":   func(o *benchGPUOptions) { o.layer = 1<<20 + 1 },
 		"staging": func(o *benchGPUOptions) { o.staging = 0 },
+		"move":    func(o *benchGPUOptions) { o.move = 1 },
+		"moves":   func(o *benchGPUOptions) { o.moves = gio.MovesMax + 1 },
+		"blocks":  func(o *benchGPUOptions) { o.blocks = 0 },
 		"limit":   func(o *benchGPUOptions) { o.limit = -1 },
 	} {
 		o := smallBenchGPU(t, 1)
