@@ -89,7 +89,7 @@ func TestBenchGPU(t *testing.T) {
 		require.Equal(t, row.FreeBefore, row.FreeAfter)
 		require.Less(t, row.FreeDuring, row.FreeBefore)
 	}
-	require.Len(t, r.Ablation, 15)
+	require.Len(t, r.Ablation, 17)
 	require.Len(t, r.Several.Together, 2)
 	require.True(t, r.Several.Verified)
 	require.NotEmpty(t, r.Bars)
