@@ -59,8 +59,6 @@ const (
 	spinRounds  = 4   // before the first nap
 	quietRounds = 100 // before naps are long
 	quietNanos  = 50_000
-	// gatherNanos is how long a nap may be while a gather is under way: lanes wait for its end, and so does the next one.
-	gatherNanos = 100_000
 )
 
 func (th *ioThread) setUp(g *GPU) (err error) {
@@ -155,8 +153,8 @@ func (th *ioThread) park() {
 func (th *ioThread) rest() {
 	th.idle++
 	if due := min(th.g.in.due(th.now), th.g.out.due(th.now)); due != never {
-		if th.gathers > 0 {
-			due = min(due, th.now+gatherNanos)
+		if th.gathers > 0 && th.starved() {
+			due = min(due, th.now+quietNanos)
 		}
 		th.napUntil(due)
 		return
@@ -168,6 +166,16 @@ func (th *ioThread) rest() {
 	default:
 		th.nap(napNanoseconds)
 	}
+}
+
+// starved says whether a lane that is free waits for a gather.
+func (th *ioThread) starved() bool {
+	for _, l := range th.g.lanes {
+		if l.state == laneIdle && len(l.ahead) > 0 && l.ahead[0].gathered == gatherRuns {
+			return true
+		}
+	}
+	return false
 }
 
 // nap sleeps for a time, or until somebody rings, which it reports.
