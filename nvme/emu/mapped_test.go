@@ -2,8 +2,11 @@ package emu
 
 import (
 	"bytes"
+	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -162,6 +165,45 @@ func TestMappedTruncated(t *testing.T) {
 			require.EqualValues(t, 2, h.c.Stats().Errors)
 		})
 	}
+}
+
+// TestMappedTruncatedMeanwhile: the file is made shorter and longer again while commands run. Each of them ends, as read
+// and write errors at worst.
+func TestMappedTruncatedMeanwhile(t *testing.T) {
+	const size, commands = 4 << 20, 1000
+	d := tmpfsDrive(t, size)
+	h := attachWay(t, d, Auto, Inline)
+	go h.p.Run()
+	var stop atomic.Bool
+	var group sync.WaitGroup
+	group.Go(func() {
+		r := rand.New(rand.NewPCG(5, 6))
+		for !stop.Load() {
+			for _, n := range []int64{r.Int64N(size), size} {
+				if err := os.Truncate(d.Name(), n); err != nil {
+					t.Error(err)
+				}
+			}
+		}
+	})
+	r := rand.New(rand.NewPCG(7, 8))
+	blocks := uint32(64<<10) >> h.c.lbaShift
+	failed := 0
+	for range commands {
+		st := h.do(h.rw(r.IntN(2) == 0, 1, uint64(r.IntN(64))*uint64(blocks), blocks, 0))
+		if !st.OK() {
+			require.Contains(t, []nvme.Status{nvme.UnrecoveredRead, nvme.WriteFault}, st)
+			failed++
+		}
+	}
+	stop.Store(true)
+	group.Wait()
+	t.Logf("%d of %d commands failed", failed, commands)
+	require.NoError(t, os.Truncate(d.Name(), size))
+	fill(h.dma[:64<<10], 1)
+	require.Equal(t, nvme.Success, h.do(h.rw(true, 2, 0, blocks, 0)))
+	require.Equal(t, nvme.Success, h.do(h.rw(false, 3, 0, blocks, 1<<20)))
+	require.True(t, bytes.Equal(h.dma[:64<<10], h.dma[1<<20:][:64<<10]))
 }
 
 // TestMappedFull: a hole is written and the filesystem is full.
