@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/extentmap"
+	"tuttifs/wear"
 )
 
 var propertySeeds = flag.Int("property-seeds", 2, "random histories per policy")
@@ -33,13 +34,25 @@ type model struct {
 func TestHistories(t *testing.T) {
 	for _, policy := range Policies {
 		for seed := range *propertySeeds {
-			t.Run(fmt.Sprintf("%s/%d", policy, seed), func(t *testing.T) { history(t, policy, uint64(seed)) })
+			t.Run(fmt.Sprintf("%s/%d", policy, seed), func(t *testing.T) {
+				history(t, Options{Policy: policy}, uint64(seed))
+			})
 		}
 	}
 }
 
-func history(t *testing.T, policy string, seed uint64) {
-	w := newWorld(t, 2, 24*mib, Options{Policy: policy, NoIO: seed%2 == 0})
+// TestHistoriesOfAdmission does the same where not every file is admitted.
+func TestHistoriesOfAdmission(t *testing.T) {
+	for _, policy := range wear.Policies[1:] {
+		for seed := range (*propertySeeds + 1) / 2 {
+			t.Run(fmt.Sprintf("%s/%d", policy, seed), func(t *testing.T) { history(t, admission(policy), uint64(seed)) })
+		}
+	}
+}
+
+func history(t *testing.T, o Options, seed uint64) {
+	o.NoIO = seed%2 == 0
+	w := newWorld(t, 2, 24*mib, o)
 	x := &model{
 		w: w, rng: rand.New(rand.NewPCG(seed, 1)), parents: make(map[Key]Key), alive: make(map[Key]bool),
 		pins: make(map[uint64][]Key), open: make(map[uint64][]ReserveItem),
@@ -177,6 +190,10 @@ func (x *model) store(t *testing.T, keys []Key) {
 		return
 	}
 	before := x.p.Stats()
+	waiting := make(map[Key]bool) // to be committed by another reservation
+	for key := range x.p.pending {
+		waiting[key] = true
+	}
 	grants, err := reserve(t, x.m, x.g, 0, id, items)
 	if errors.Is(err, ErrNoSpace) {
 		after := x.p.Stats()
@@ -186,6 +203,11 @@ func (x *model) store(t *testing.T, keys []Key) {
 	}
 	require.NoError(t, err)
 	for i, gr := range grants {
+		if parent := items[i].Parent; x.p.Admission() != wear.All && gr.Status == GrantNew && parent != (Key{}) {
+			_, _, found := x.p.Find(&parent)
+			reachable := found || waiting[parent] || i > 0 && grants[i-1].Status == GrantNew
+			require.True(t, reachable, "nobody could hit what hangs on a file that is not there")
+		}
 		if gr.Status == GrantNew {
 			require.NoError(t, x.m.MarkWritten(x.p, gr.Slot))
 			x.parents[items[i].Key] = items[i].Parent
