@@ -121,8 +121,8 @@ func TestEnduranceFlag(t *testing.T) {
 	require.Equal(t, wear.Endurance{Bytes: 600e12}, f.of(2))
 }
 
-// On a mount: what is asked for once is not stored and fails nothing, what is asked for twice is, and what is written is
-// counted by drive, in the status files, in 'info --wear' and in what a rating makes of it.
+// On a mount: what is asked for once is not stored and fails nothing, what is asked for twice is, and what is written
+// is counted by drive, in the status files, in 'info --wear' and in what a rating makes of it.
 func TestAdmissionOfMount(t *testing.T) {
 	paths := formatted(t, 2, "256m")
 	dir := mounted(t, paths[0], "-o", "admission=second-touch,admission_memory=64k,admission=other:all")

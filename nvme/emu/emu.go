@@ -17,6 +17,7 @@ import (
 	"math/bits"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"tuttifs/drive"
 	"tuttifs/drivemodel"
@@ -84,6 +85,7 @@ type Config struct {
 // Controller is one virtual controller with one namespace. Methods are safe for concurrent use.
 type Controller struct {
 	cfg      Config
+	begun    time.Time
 	drive    drive.Drive
 	bytes    []byte // the drive's storage where it can be addressed
 	written  pages  // of bytes, where they are a file's: those that pollers have written and mapped
@@ -148,7 +150,7 @@ func New(c Config) (*Controller, error) {
 		return nil, err
 	}
 	ct := &Controller{
-		cfg: c, drive: c.Drive, bytes: c.Drive.Bytes(), fd: c.Drive.Fd(),
+		cfg: c, begun: time.Now(), drive: c.Drive, bytes: c.Drive.Bytes(), fd: c.Drive.Fd(),
 		lbaShift: uint8(bits.TrailingZeros(uint(lba))),
 		dataMax:  PageBytes << c.MDTS, memAlign: 1, attached: map[*Queue]struct{}{},
 	}

@@ -2,6 +2,7 @@ package emu
 
 import (
 	"sync"
+	"time"
 
 	"tuttifs/nvme"
 )
@@ -10,12 +11,16 @@ import (
 type errorLog struct {
 	mu      sync.Mutex
 	count   uint64
+	media   uint64 // of those, media and data integrity errors
 	entries [errorsMax]nvme.ErrorLogEntry
 }
 
 func (l *errorLog) add(sqid uint16, e *nvme.SQE, st nvme.Status) {
 	l.mu.Lock()
 	l.count++
+	if st.SCT() == nvme.SCTMedia {
+		l.media++
+	}
 	l.entries[l.count%errorsMax] = nvme.ErrorLogEntry{
 		Count: l.count, SQID: sqid, CID: e.CID, Status: uint16(st) << 1, Location: 0xffff, LBA: e.LBA(), NSID: e.NSID,
 	}
@@ -36,6 +41,9 @@ func (l *errorLog) appendTo(b []byte) []byte {
 	return b
 }
 
+// smart is what the controller knows of itself, since it began: it has no memory of earlier ones. Of the media behind
+// the drive it knows nothing, so percentage used and spare stay those of a new drive; a real drive's own log says
+// more.
 func (c *Controller) smart() nvme.SMARTLog {
 	s := c.Stats()
 	units := func(bytes uint64) [2]uint64 { return [2]uint64{(bytes + 512*1000 - 1) / (512 * 1000)} }
@@ -43,10 +51,11 @@ func (c *Controller) smart() nvme.SMARTLog {
 		Temperature: [2]uint8{300 & 0xff, 300 >> 8}, Spare: 100, SpareThreshold: 10,
 		DataUnitsRead: units(s.BytesRead), DataUnitsWritten: units(s.BytesWritten),
 		HostReads: [2]uint64{s.Reads}, HostWrites: [2]uint64{s.Writes}, PowerCycles: [2]uint64{1},
-		BusyMinutes: [2]uint64{s.BusyNanoseconds / 60e9},
+		BusyMinutes:  [2]uint64{s.BusyNanoseconds / 60e9},
+		PowerOnHours: [2]uint64{uint64(time.Since(c.begun) / time.Hour)},
 	}
 	c.log.mu.Lock()
-	l.ErrorLogEntries = [2]uint64{c.log.count}
+	l.ErrorLogEntries, l.MediaErrors = [2]uint64{c.log.count}, [2]uint64{c.log.media}
 	c.log.mu.Unlock()
 	return l
 }
