@@ -167,8 +167,8 @@ func TestMappedTruncated(t *testing.T) {
 	}
 }
 
-// TestMappedTruncatedMeanwhile: the file is made shorter and longer again while commands run. Each of them ends, as read
-// and write errors at worst.
+// TestMappedTruncatedMeanwhile: the file is made shorter and longer again while commands run. Each of them ends, as
+// read and write errors at worst.
 func TestMappedTruncatedMeanwhile(t *testing.T) {
 	const size, commands = 4 << 20, 1000
 	d := tmpfsDrive(t, size)
