@@ -36,7 +36,8 @@ one of its own that was lost and is there again. A new drive takes new files. On
 brings its files back, and its copy of the metadata is written anew.
 
 Engines that are attached do not know a drive that was added. It gets no files before the last of
-them has ended or attached anew; until then 'tuttifs drive list' shows it as waiting.`,
+them has ended or attached anew: that is said, and until then 'tuttifs drive list' shows it as
+waiting.`,
 		example: `tuttifs drive add /mnt/kv /dev/nvme4n1`,
 		run: func(ctx context.Context, e *env, args []string) error {
 			if len(args) != 2 {
@@ -57,8 +58,9 @@ func newDriveReplace() *command {
 		exits: &plainExits, flags: f,
 		long: `
 Adds PATH to the mounted volume and forgets DRIVE, a number that 'tuttifs drive list' shows: what
-'tuttifs drive add' and 'tuttifs drive forget' do, in this order. The files on DRIVE are not copied:
-those that it still has are evicted. Metadata is never lost by it.`,
+'tuttifs drive add' and 'tuttifs drive forget' do, in this order. No file is copied: those on DRIVE,
+and those in rows that it shares with other drives, are evicted, and are stored again when they are
+next computed. All other files stay, and so does the metadata, which moves to another drive.`,
 		example: `tuttifs drive replace /mnt/kv 2 /dev/nvme4n1`,
 		run: func(ctx context.Context, e *env, args []string) error {
 			if len(args) != 3 {
@@ -175,14 +177,50 @@ func (o *driveOptions) change(ctx context.Context, e *env, mount string, r *daem
 			return err
 		}
 	}
+	if r.Verb != "add" {
+		warnEvicted(e, mount, r.Index)
+	}
 	reply, err := askDaemon(ctx, mount, r)
 	if err != nil {
 		return err
+	}
+	if r.Path != "" {
+		warnWaiting(e, mount, reply.Index)
 	}
 	if o.json {
 		return printJSON(e.stdout, driveResult{outputVersion, reply.Index})
 	}
 	e.printf(done, reply.Index)
+	return nil
+}
+
+// warnEvicted says, before a drive goes, what goes with it.
+func warnEvicted(e *env, mount string, index uint16) {
+	if d := driveDocument(mount, index); d != nil {
+		e.warnf("drive %d (%s): its files, and those in rows that it shares with other drives, are evicted; none is "+
+			"copied. All other files and the metadata stay", index, orDash(d.Name))
+	}
+}
+
+// warnWaiting says that a drive that was added is not in use yet.
+func warnWaiting(e *env, mount string, index uint16) {
+	if d := driveDocument(mount, index); d != nil && d.Held {
+		e.warnf("engines are attached that do not know drive %d: it gets files when the last of them has ended or "+
+			"attached anew; 'tuttifs drive list %s' shows it as waiting until then", index, mount)
+	}
+}
+
+// driveDocument is what a mount says about one of its drives, nil if it has none of that number.
+func driveDocument(mount string, index uint16) *daemon.DriveDocument {
+	var doc daemon.DrivesDocument
+	if readStatus(mount, "drives", &doc) != nil {
+		return nil
+	}
+	for i := range doc.Drives {
+		if doc.Drives[i].Index == index {
+			return &doc.Drives[i]
+		}
+	}
 	return nil
 }
 
