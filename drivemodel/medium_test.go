@@ -86,6 +86,17 @@ func TestBandwidthIsTheProfiles(t *testing.T) {
 	}
 }
 
+// Rates are exact where a command takes less than a hundred nanoseconds, too.
+func TestFastDrive(t *testing.T) {
+	for _, bytes := range []uint32{4096, 64 << 10} {
+		p := &Profile{Version: Version, Name: "x", Of: "y", Read: &Direction{BytesPerSecond: 50_000_000_000,
+			Latency: Latency{10, 20, 30, 40, 50, 60}}}
+		require.NoError(t, p.Validate())
+		r, _ := rates(closedLoop(NewMedium(p, 1), 512, 0, bytes, second/100), second/100)
+		require.InEpsilon(t, 50e9, r, 0.01)
+	}
+}
+
 func testProfile(r *rand.Rand) *Profile {
 	direction := func() *Direction {
 		d := &Direction{BytesPerSecond: 1e8 + r.Int64N(5e10)}

@@ -287,6 +287,7 @@ func (p *Poller) end(c *command) {
 	q.count(c)
 	c.moved = true
 	if c.paced && time.Now().Before(c.due) {
+		c.trim() // its lists are for the transfer, which is over
 		p.timers.push(c)
 		return
 	}
