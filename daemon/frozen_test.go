@@ -118,6 +118,10 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 				said = append(said, verb)
 			}
 		case <-time.After(20 * time.Second):
+			thaw()
+			for range done { // it uses what ends with the test
+				continue
+			}
 			require.Fail(t, "a verb waits for a drive", "after %v", said)
 		}
 	}

@@ -176,3 +176,45 @@ func TestMaxSlotsIsExact(t *testing.T) {
 		}
 	}
 }
+
+// TestBudgetCountsWhatWasThere (invariant d): after an unmount or a death what is on the drives counts as before: the
+// figures are the same, and neither a pool's cap nor the volume is exceeded by what is stored then.
+func TestBudgetCountsWhatWasThere(t *testing.T) {
+	for _, again := range []struct {
+		name string
+		f    func(w *world)
+	}{{"unmounted", (*world).reopen}, {"died", func(w *world) { w.kill(); w.open() }}} {
+		t.Run(again.name, func(t *testing.T) {
+			w := newWorld(t, 2, 4*mib, Options{NoIO: true})
+			w.pool("capped", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 40 })
+			w.pool("open", 1, nil)
+			next, most := uint64(0), uint64(0)
+			fill := func() {
+				m := w.member()
+				defer m.Close()
+				for range 150 {
+					for _, name := range []string{"capped", "open"} {
+						p := w.s.PoolByName(name)
+						next++
+						require.NoError(t, store(t, m, w.s.GroupOfPool(p.ID()), 0, chainItems(chainKeys(next, 9))))
+					}
+					capped, open := w.s.PoolByName("capped").Stats(), w.s.PoolByName("open").Stats()
+					require.LessOrEqual(t, capped.Files+capped.FilesReserved, uint64(40))
+					most = max(most, open.Files)
+				}
+			}
+			figures := func() [3]uint64 {
+				return [3]uint64{w.s.PoolByName("capped").Stats().Files, w.s.PoolByName("open").Stats().Files,
+					w.v.Info().FreeBytes}
+			}
+			fill()
+			before, full := figures(), most
+			require.Equal(t, uint64(40), before[0])
+			require.Positive(t, w.s.PoolByName("open").Stats().Evicted, "the volume is full")
+			again.f(w)
+			require.Equal(t, before, figures())
+			fill()
+			require.Equal(t, full, most, "the same drives hold no more than before")
+		})
+	}
+}
