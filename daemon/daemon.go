@@ -34,6 +34,7 @@ type Options struct {
 	CheckpointSeconds int           // 0: 30
 	Policy            string        // "": lru
 	Admission         wear.GateOptions
+	Endurance         wear.Ratings  // of the drives, for the status
 	Pollers           int           // polling threads of a session; 0: 1
 	Backend           emu.Backend   // way of engines' commands to the drives
 	Profiles          DriveProfiles // of modelled drives
@@ -168,7 +169,7 @@ func (d *Daemon) open() (err error) {
 		return err
 	}
 	d.wear = newWearWatch(d.volume, d.control.engineWrites,
-		func(index uint16) uint64 { return payload.written[index].Load() }, drive.ReadLog)
+		func(index uint16) uint64 { return payload.written[index].Load() }, drive.ReadLog, o.Endurance)
 	d.wear.run()
 	if o.MetricsAddress != "" {
 		if d.metrics, err = serveMetrics(d, o.MetricsAddress); err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"net/http"
 	"strconv"
@@ -157,6 +158,15 @@ var wearMetrics = []metric[DriveWear]{
 		func(s *DriveWear) float64 { return s.MinuteDWPD }},
 	{"writes_per_day_last_hour", "Drive writes per day at the rate of the last hour.", prometheus.GaugeValue,
 		func(s *DriveWear) float64 { return s.HourDWPD }},
+	{"rated_used_ratio", "Part of the rated endurance (-o endurance) that was written; 0 without a rating.",
+		prometheus.GaugeValue, func(s *DriveWear) float64 { return s.RatedUsed }},
+	{"rated_years_left", "Years until the rated endurance is written, at the last hour's rate; +Inf without either.",
+		prometheus.GaugeValue, func(s *DriveWear) float64 {
+			if s.YearsLeft == nil {
+				return math.Inf(1)
+			}
+			return *s.YearsLeft
+		}},
 	{"log_available", "1 while the drive's own log can be read; the other drive_log series are 0 without.",
 		prometheus.GaugeValue, func(s *DriveWear) float64 {
 			if s.Log == nil {

@@ -362,16 +362,20 @@ func (d *Daemon) sessionsDocument() any {
 
 // OptionsDocument is /.tuttifs/options: what is in effect, defaults included.
 type OptionsDocument struct {
-	OutputVersion       int      `json:"output_version"`
-	Drives              []string `json:"drives"`
-	ReadOnly            bool     `json:"read_only"`
-	Discard             string   `json:"discard"` // "on", "off" or "auto"; what it comes to is in DriveDocument
-	CheckpointSeconds   int      `json:"checkpoint_seconds"`
-	Policy              string   `json:"policy"`
-	Admission           string   `json:"admission"` // of pools that have none of their own, see PoolDocument
-	Degraded            bool     `json:"degraded"`  // allowed at the mount
-	DriveTimeoutSeconds float64  `json:"drive_timeout_seconds"`
-	Pollers             int      `json:"pollers"`
+	OutputVersion     int      `json:"output_version"`
+	Drives            []string `json:"drives"`
+	ReadOnly          bool     `json:"read_only"`
+	Discard           string   `json:"discard"` // "on", "off" or "auto"; what it comes to is in DriveDocument
+	CheckpointSeconds int      `json:"checkpoint_seconds"`
+	Policy            string   `json:"policy"`
+	// Admission is that of pools that have none of their own, see PoolDocument; the memory of keys and the prices are
+	// there where a policy uses them.
+	Admission           string       `json:"admission"`
+	AdmissionMemory     int          `json:"admission_memory_bytes,omitempty"`
+	Prices              *wear.Prices `json:"prices,omitempty"`
+	Degraded            bool         `json:"degraded"` // allowed at the mount
+	DriveTimeoutSeconds float64      `json:"drive_timeout_seconds"`
+	Pollers             int          `json:"pollers"`
 	// DriveProfiles are the names of profiles that drives are held back to, by index, or by "all" for those without one
 	// of their own.
 	DriveProfiles       map[string]string `json:"drive_profiles"`
@@ -395,6 +399,12 @@ func (d *Daemon) optionsDocument() any {
 		SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther,
 		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
 		AttrTimeoutSeconds: o.AttrTimeout.Seconds(), DriveProfiles: map[string]string{},
+	}
+	if a := o.Admission.WithDefaults(); a.Admissions.Selective() {
+		doc.AdmissionMemory = a.FilterBytes
+		if a.Admissions.Uses(wear.CostAware) {
+			doc.Prices = &a.Prices
+		}
 	}
 	for _, drive := range d.volume.Info().Drives {
 		doc.Drives = append(doc.Drives, drive.Name)

@@ -13,6 +13,7 @@ import (
 	"tuttifs/drive"
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
+	"tuttifs/wear"
 )
 
 func newTestDaemon(t *testing.T) *Daemon {
@@ -20,7 +21,8 @@ func newTestDaemon(t *testing.T) *Daemon {
 	w := newWorld(t, gpufile.Options{}, ControlOptions{})
 	d := &Daemon{options: Options{Version: "v"}, volume: w.volume, store: w.store, control: w.control}
 	d.options.fill()
-	d.wear = newWearWatch(w.volume, w.control.engineWrites, func(uint16) uint64 { return 0 }, drive.ReadLog)
+	d.wear = newWearWatch(w.volume, w.control.engineWrites, func(uint16) uint64 { return 0 },
+		drive.ReadLog, wear.Ratings{})
 	d.wear.run()
 	t.Cleanup(d.wear.close)
 	return d

@@ -25,6 +25,12 @@ type DriveWear struct {
 	HourDWPD        float64 `json:"drive_writes_per_day_last_hour"`
 	Capacity        uint64  `json:"capacity_bytes"`
 
+	// What the drive's rating says, where the mount knows it. Used so far is what the drive's own log says, without one
+	// what was written since the mount.
+	RatedBytes float64  `json:"rated_bytes,omitempty"`
+	RatedUsed  float64  `json:"rated_used,omitempty"`       // part of 1; may be exceeded
+	YearsLeft  *float64 `json:"rated_years_left,omitempty"` // at the last hour's rate; absent if nothing is written
+
 	Log     *DriveLog `json:"log,omitempty"`
 	LogLack string    `json:"log_lack,omitempty"` // why there is no Log
 }
@@ -46,6 +52,21 @@ type DriveLog struct {
 	MediaFactor     float64 `json:"media_write_amplification,omitempty"`
 	// MediaFactorLife is MediaFactor over the drive's life.
 	MediaFactorLife float64 `json:"media_write_amplification_life,omitempty"`
+}
+
+// Rate says what a rating makes of what was written.
+func (s *DriveWear) Rate(e wear.Endurance) {
+	written := float64(s.PayloadWritten + s.MetadataWritten)
+	if s.Log != nil {
+		written = s.Log.HostWritten
+	}
+	s.RatedUsed, s.YearsLeft = 0, nil
+	if s.RatedBytes = e.Rated(s.Capacity); s.RatedBytes > 0 {
+		s.RatedUsed = written / s.RatedBytes
+	}
+	if years, ok := e.YearsLeft(s.Capacity, written, s.HourRate); ok {
+		s.YearsLeft = &years
+	}
 }
 
 const (
@@ -139,6 +160,7 @@ type wearWatch struct {
 	commands func() map[uint16]uint64 // bytes that engines wrote, by drive
 	copies   func(index uint16) uint64
 	read     logReader
+	ratings  wear.Ratings
 
 	mu      sync.Mutex
 	drives  map[uint16]*driveWear
@@ -148,8 +170,10 @@ type wearWatch struct {
 
 func newWearWatch(
 	v *extentmap.Volume, commands func() map[uint16]uint64, copies func(uint16) uint64, read logReader,
+	ratings wear.Ratings,
 ) *wearWatch {
-	return &wearWatch{volume: v, commands: commands, copies: copies, read: read, drives: map[uint16]*driveWear{}}
+	return &wearWatch{volume: v, commands: commands, copies: copies, read: read, ratings: ratings,
+		drives: map[uint16]*driveWear{}}
 }
 
 // run begins to look, now and every second.
@@ -253,6 +277,7 @@ func (w *wearWatch) stats(now time.Time) map[string]DriveWear {
 			l := *d.log
 			s.Log = &l
 		}
+		s.Rate(w.ratings.Of(index))
 		out[fmt.Sprint(index)] = s
 	}
 	return out

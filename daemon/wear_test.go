@@ -13,6 +13,7 @@ import (
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
 	"tuttifs/nvme"
+	"tuttifs/wear"
 )
 
 // logDrive answers Get Log Page as a drive would whose counters the test sets.
@@ -66,7 +67,7 @@ func TestWearWatch(t *testing.T) {
 	log.hasOCP, log.ocp = true, ocpLog(40<<30)
 	log.smart.DataUnitsWritten[0], log.smart.Used, log.smart.Spare = 20<<30/nvme.DataUnitBytes, 3, 98
 	watch := newWearWatch(w.volume, func() map[uint16]uint64 { return map[uint16]uint64{0: engines} },
-		func(uint16) uint64 { return copies }, log.read)
+		func(uint16) uint64 { return copies }, log.read, wear.Ratings{All: wear.Endurance{Bytes: 100 << 30}})
 	now := time.Unix(1_700_000_000, 0)
 	s := watch.settled(t, now)
 	require.Zero(t, s.PayloadWritten)
@@ -91,6 +92,8 @@ func TestWearWatch(t *testing.T) {
 	require.InDelta(t, 1, s.Amplification, 0.01)
 	require.InEpsilon(t, 2, s.Log.HostFactor, 1e-3)
 	require.InEpsilon(t, 1.5, s.Log.MediaFactor, 1e-3)
+	require.InEpsilon(t, 0.36, s.RatedUsed, 1e-3, "36 of 100 GiB, by the drive's own log")
+	require.InEpsilon(t, 64.0/8*60/(365*86400), *s.YearsLeft, 1e-3, "64 GiB at 8 a minute")
 
 	// The drive is lost and comes back with a controller that counts anew; its log cannot be read any more.
 	engines = 1 << 30
@@ -99,6 +102,7 @@ func TestWearWatch(t *testing.T) {
 	require.EqualValues(t, 9<<30, s.PayloadWritten)
 	require.Nil(t, s.Log)
 	require.Equal(t, "no answer", s.LogLack)
+	require.InEpsilon(t, 0.09, s.RatedUsed, 1e-3, "without a log only what this mount wrote is known")
 }
 
 // Logs are read once a minute, each by one reader at a time.
@@ -111,7 +115,7 @@ func TestWearWatchReadsSeldom(t *testing.T) {
 			reads <- struct{}{}
 			<-hang
 			return drive.ErrNotNVMe
-		})
+		}, wear.Ratings{})
 	now := time.Unix(1_700_000_000, 0)
 	for range 300 { // five minutes in which no drive answers
 		watch.look(now)
@@ -127,7 +131,8 @@ func TestWearWatchReadsSeldom(t *testing.T) {
 // What the volume itself writes is counted, and what the mount's copies write: the bytes that reach the drives.
 func TestWearCountsMetadata(t *testing.T) {
 	w := newWorld(t, gpufile.Options{}, ControlOptions{})
-	watch := newWearWatch(w.volume, w.control.engineWrites, func(uint16) uint64 { return 0 }, drive.ReadLog)
+	watch := newWearWatch(w.volume, w.control.engineWrites, func(uint16) uint64 { return 0 },
+		drive.ReadLog, wear.Ratings{})
 	now := time.Unix(1_700_000_000, 0)
 	before := watch.settled(t, now)
 	require.Equal(t, "not an NVMe drive", before.LogLack)

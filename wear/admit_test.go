@@ -29,6 +29,8 @@ func TestPolicies(t *testing.T) {
 	require.Equal(t, SecondTouch, a.Of("other", ""))
 	require.Equal(t, All, a.Of("chat", "family-x"), "the pool's own goes first")
 	require.Equal(t, CostAware, a.Of("window", "family-x"))
+	require.True(t, a.Uses(CostAware) && a.Uses(SecondTouch) && a.Uses(All) && a.Selective())
+	require.False(t, (&Admissions{Named: map[string]Policy{"x": All}}).Selective())
 }
 
 func newFilter(t *testing.T, size int) *Filter {

@@ -60,6 +60,48 @@ func (e Endurance) Rated(capacity uint64) float64 {
 	return e.DWPD * float64(capacity) * daysPerYear * WarrantyYears
 }
 
+// Ratings are the endurance of a volume's drives: of all, and of those that have another.
+type Ratings struct {
+	All   Endurance
+	Drive map[uint16]Endurance // by index
+}
+
+// Set reads RATING or INDEX:RATING into the ratings.
+func (r *Ratings) Set(text string) error {
+	index, rating, one := strings.Cut(text, ":")
+	if !one {
+		rating = text
+	}
+	e, err := ParseEndurance(rating)
+	if err != nil {
+		return err
+	}
+	if !one {
+		r.All = e
+		return nil
+	}
+	n, err := strconv.ParseUint(index, 10, 16)
+	if err != nil {
+		return fmt.Errorf("%w: endurance %q: %q is not the index of a drive", ErrInvalid, text, index)
+	}
+	if r.Drive == nil {
+		r.Drive = map[uint16]Endurance{}
+	}
+	r.Drive[uint16(n)] = e
+	return nil
+}
+
+// Known says whether any drive has a rating.
+func (r *Ratings) Known() bool { return r.All.Known() || len(r.Drive) > 0 }
+
+// Of is a drive's rating, by its index.
+func (r *Ratings) Of(index uint16) Endurance {
+	if e, ok := r.Drive[index]; ok {
+		return e
+	}
+	return r.All
+}
+
 // YearsLeft is how long it takes until a drive was written as much as it is rated for, at a rate in bytes a second,
 // when it was written that much already. It says no where the rating is not known or nothing is being written.
 func (e Endurance) YearsLeft(capacity uint64, written, rate float64) (years float64, ok bool) {

@@ -25,6 +25,20 @@ func TestParseEndurance(t *testing.T) {
 	require.False(t, Endurance{}.Known())
 }
 
+func TestRatings(t *testing.T) {
+	var r Ratings
+	require.False(t, r.Known())
+	require.False(t, r.Of(0).Known())
+	require.NoError(t, r.Set("1dwpd"))
+	require.NoError(t, r.Set("2:600tbw"))
+	for _, bad := range []string{"", "x", "x:1dwpd", "70000:1dwpd", "-1:1dwpd", "2:", ":"} {
+		require.ErrorIs(t, r.Set(bad), ErrInvalid, bad)
+	}
+	require.True(t, r.Known())
+	require.Equal(t, Endurance{DWPD: 1}, r.Of(0))
+	require.Equal(t, Endurance{Bytes: 600e12}, r.Of(2))
+}
+
 func FuzzParseEndurance(f *testing.F) {
 	for _, s := range []string{"1dwpd", "14000 TBW", "0.5pbw", "x"} {
 		f.Add(s)

@@ -16,6 +16,17 @@ type GateOptions struct {
 	FileBytes uint64
 }
 
+// WithDefaults are the options as they take effect.
+func (o GateOptions) WithDefaults() GateOptions {
+	if o.FilterBytes == 0 {
+		o.FilterBytes = FilterBytes
+	}
+	if o.Prices == (Prices{}) {
+		o.Prices = DefaultPrices()
+	}
+	return o
+}
+
 // Gate decides which blocks are admitted to the drives. Safe for concurrent use: it is a leaf among locks, taken once
 // for a batch of keys.
 type Gate struct {
@@ -41,15 +52,10 @@ type Ask struct {
 
 // NewGate makes a gate, or nil where every policy admits all.
 func NewGate(o GateOptions) (*Gate, error) {
-	if !o.Admissions.selective() {
+	if !o.Admissions.Selective() {
 		return nil, nil
 	}
-	if o.FilterBytes == 0 {
-		o.FilterBytes = FilterBytes
-	}
-	if o.Prices == (Prices{}) {
-		o.Prices = DefaultPrices()
-	}
+	o = o.WithDefaults()
 	if err := o.Prices.Validate(); err != nil {
 		return nil, err
 	}

@@ -54,15 +54,18 @@ func (a *Admissions) Of(pool, family string) Policy {
 	return a.Default
 }
 
-// selective says whether any policy refuses anything.
-func (a *Admissions) selective() bool {
-	for _, p := range a.Named {
-		if p != All {
+// Uses says whether a policy is that of the mount or of any name.
+func (a *Admissions) Uses(p Policy) bool {
+	for _, named := range a.Named {
+		if named == p {
 			return true
 		}
 	}
-	return a.Default != All
+	return a.Default == p
 }
+
+// Selective says whether any policy refuses anything.
+func (a *Admissions) Selective() bool { return a.Uses(SecondTouch) || a.Uses(CostAware) }
 
 // Set reads POLICY or NAME:POLICY into the admissions.
 func (a *Admissions) Set(text string) error {

@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/daemon"
 	"tuttifs/gpufile"
 	"tuttifs/wear"
 )
@@ -35,10 +36,10 @@ func TestHostBuffer(t *testing.T) {
 // Promises of the comparison on a trace: a buffer that holds everything gives every hit back and second touch still
 // writes only what is asked for twice.
 func TestReplayComparesAdmissions(t *testing.T) {
-	trace := smallTrace(t, 400)
+	trace := smallTrace(t, 100)
 	doc := decode[admissionDocument](t, tuttifs(t, "replay", "--metadata-only", "--json", "--admission",
 		"second-touch,cost-aware,all", "--host-buffer", "0,1p", trace))
-	require.Equal(t, 400, doc.Requests)
+	require.Equal(t, 100, doc.Requests)
 	require.Len(t, doc.Results, 5)
 	all, second, buffered, aware := doc.Results[0], doc.Results[1], doc.Results[2], doc.Results[3]
 	require.Equal(t, "all", all.Policy)
@@ -106,19 +107,6 @@ func TestCostCommand(t *testing.T) {
 	refused(t, 2, "not a number", "cost", "--gpus", "many")
 	refused(t, 2, "unexpected argument", "cost", "x")
 	refused(t, 1, "unknown field", "cost", "--prices", smallTrace(t, 1))
-}
-
-func TestEnduranceFlag(t *testing.T) {
-	var f enduranceFlag
-	require.False(t, f.given())
-	require.NoError(t, f.Set("1dwpd"))
-	require.NoError(t, f.Set("2:600tbw"))
-	for _, bad := range []string{"", "x", "x:1dwpd", "70000:1dwpd", "-1:1dwpd", "2:", ":"} {
-		require.Error(t, f.Set(bad), bad)
-	}
-	require.True(t, f.given())
-	require.Equal(t, wear.Endurance{DWPD: 1}, f.of(0))
-	require.Equal(t, wear.Endurance{Bytes: 600e12}, f.of(2))
 }
 
 // On a mount: what is asked for once is not stored and fails nothing, what is asked for twice is, and what is written
@@ -192,4 +180,21 @@ func TestAdmissionOfMount(t *testing.T) {
 	require.Contains(t, tuttifs(t, "info", "--wear", paths[0], paths[1]), "drive 1 has no log of its own")
 	refused(t, 1, "admission", "mount", paths[0], dir, "-o", "admission=none")
 	refused(t, 1, "from 64k to 1g", "mount", paths[0], dir, "-o", "admission_memory=1k")
+	refused(t, 1, "no admission policy needs it", "mount", paths[0], dir, "-o", "admission_memory=1m")
+	prices := filepath.Join(t.TempDir(), "prices.json")
+	require.NoError(t, os.WriteFile(prices, []byte(`{"gpus": 8}`), 0o600))
+	refused(t, 1, "for admission=cost-aware", "mount", paths[0], dir, "-o", "admission=second-touch,prices="+prices)
+	refused(t, 1, "1dwpd", "mount", paths[0], dir, "-o", "endurance=5")
+	dir = mounted(t, paths[0], "-o", "admission=cost-aware,endurance=1dwpd,prices="+prices)
+	var options daemon.OptionsDocument
+	require.NoError(t, readStatus(dir, "options", &options))
+	require.Equal(t, "cost-aware", options.Admission)
+	require.EqualValues(t, 8, options.Prices.GPUs)
+	require.Equal(t, wear.FilterBytes, options.AdmissionMemory)
+	var stats daemon.StatsDocument
+	require.NoError(t, readStatus(dir, "stats", &stats))
+	require.NotNil(t, stats.Expectation)
+	require.Positive(t, stats.Wear["0"].RatedBytes)
+	require.Contains(t, tuttifs(t, "info", "--wear", dir), "YEARS LEFT")
+	tuttifs(t, "umount", dir)
 }

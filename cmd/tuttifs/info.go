@@ -24,7 +24,8 @@ func newInfo() *command {
 	f := newFlags("info")
 	f.BoolVar(&o.wear, "wear", false, "show what writing does to the drives instead")
 	f.Var(&o.endurance, "endurance",
-		"rating of the drives, or of one, for --wear: 1dwpd (over five years), 14000tbw, 14pbw; may be repeated")
+		"rating of the drives, or of one, for --wear: 1dwpd (over five years), 14000tbw, 14pbw; may be repeated "+
+			"(default: the mount's)")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
 		name: "info", synopsis: "[FLAGS] MOUNT | DRIVE...", summary: "show a volume: geometry, drives, pools, space",
@@ -61,7 +62,7 @@ func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
 	switch {
 	case len(args) == 0:
 		return usagef("name a mount point or drives")
-	case o.endurance.given() && !o.wear:
+	case o.endurance.Known() && !o.wear:
 		return usagef("--endurance is for --wear")
 	}
 	var doc *infoDocument
@@ -78,13 +79,13 @@ func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
 		return err
 	}
 	if o.wear {
-		doc.Wear = wearOf(doc.Drives, doc.wear, &o.endurance)
+		doc.Wear = wearOf(doc.Drives, doc.wear, &o.endurance.Ratings)
 	}
 	switch {
 	case o.json:
 		return printJSON(e.stdout, doc)
 	case o.wear:
-		printWear(e, doc.Wear, doc.Mount != "", o.endurance.given())
+		printWear(e, doc.Wear, doc.Mount != "")
 		return nil
 	}
 	doc.print(e)

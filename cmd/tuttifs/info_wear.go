@@ -4,87 +4,34 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
-	"strings"
 
 	"tuttifs/daemon"
 	"tuttifs/extentmap"
 	"tuttifs/wear"
 )
 
-// enduranceFlag is the rating of all drives, and of those that have another.
-type enduranceFlag struct {
-	all   wear.Endurance
-	drive map[uint16]wear.Endurance
-}
+// enduranceFlag is wear.Ratings as a flag.
+type enduranceFlag struct{ wear.Ratings }
 
 func (f *enduranceFlag) Type() string   { return "[INDEX:]RATING" }
 func (f *enduranceFlag) String() string { return "" }
 
-func (f *enduranceFlag) Set(text string) error {
-	index, rating, one := strings.Cut(text, ":")
-	if !one {
-		rating = text
-	}
-	e, err := wear.ParseEndurance(rating)
-	switch {
-	case err != nil:
-		return err
-	case !one:
-		f.all = e
-		return nil
-	}
-	n, err := strconv.ParseUint(index, 10, 16)
-	if err != nil {
-		return fmt.Errorf("%q is not the index of a drive", index)
-	}
-	if f.drive == nil {
-		f.drive = map[uint16]wear.Endurance{}
-	}
-	f.drive[uint16(n)] = e
-	return nil
-}
-
-func (f *enduranceFlag) given() bool { return f.all.Known() || len(f.drive) > 0 }
-
-func (f *enduranceFlag) of(index uint16) wear.Endurance {
-	if e, ok := f.drive[index]; ok {
-		return e
-	}
-	return f.all
-}
-
-// wearDocument is one drive's wear with what its rating makes of it. Years and the part that is used up go by the
-// drive's own log where there is one, else by what was written since the mount.
+// wearDocument is one drive's wear.
 type wearDocument struct {
 	Index uint16 `json:"index"`
 	Name  string `json:"name"`
 	daemon.DriveWear
-	RatedBytes float64  `json:"rated_bytes,omitempty"`
-	RatedUsed  float64  `json:"rated_used,omitempty"`       // part of 1
-	YearsLeft  *float64 `json:"rated_years_left,omitempty"` // at the last hour's rate; absent if nothing is written
 }
 
-// rate adds what a rating says.
-func (d *wearDocument) rate(e wear.Endurance) {
-	written := float64(d.PayloadWritten + d.MetadataWritten)
-	if d.Log != nil {
-		written = d.Log.HostWritten
-	}
-	if d.RatedBytes = e.Rated(d.Capacity); d.RatedBytes > 0 {
-		d.RatedUsed = written / d.RatedBytes
-	}
-	if years, ok := e.YearsLeft(d.Capacity, written, d.HourRate); ok {
-		d.YearsLeft = &years
-	}
-}
-
-// wearOf lists the drives' wear, by index.
-func wearOf(drives []daemon.DriveDocument, stats map[string]daemon.DriveWear, endurance *enduranceFlag) []wearDocument {
+// wearOf lists the drives' wear, by index. Ratings that are given count more than those of the mount.
+func wearOf(drives []daemon.DriveDocument, stats map[string]daemon.DriveWear, ratings *wear.Ratings) []wearDocument {
 	out := []wearDocument{}
 	for i := range drives {
 		dr := &drives[i]
 		d := wearDocument{Index: dr.Index, Name: dr.Name, DriveWear: stats[strconv.Itoa(int(dr.Index))]}
-		d.rate(endurance.of(dr.Index))
+		if e := ratings.Of(dr.Index); e.Known() {
+			d.Rate(e)
+		}
 		out = append(out, d)
 	}
 	return out
@@ -103,7 +50,7 @@ func logsOf(v *extentmap.Volume, drives []extentmap.DriveInfo) map[string]daemon
 	return out
 }
 
-func printWear(e *env, drives []wearDocument, mounted, rated bool) {
+func printWear(e *env, drives []wearDocument, mounted bool) {
 	w := table(e.stdout)
 	if mounted {
 		fmt.Fprint(w, "DRIVE\tFILES WRITTEN\tMETADATA\tAMPLIFIED\tNOW\tLAST HOUR\tDWPD NOW\tDWPD LAST HOUR\n")
@@ -117,7 +64,7 @@ func printWear(e *env, drives []wearDocument, mounted, rated bool) {
 		e.printf("since the mount; now is the last minute\n\n")
 	}
 	printLogs(e, drives)
-	if rated {
+	if slices.ContainsFunc(drives, func(d wearDocument) bool { return d.RatedBytes > 0 }) {
 		printRated(e, drives)
 	}
 }
@@ -149,7 +96,7 @@ func printLogs(e *env, drives []wearDocument) {
 	}
 }
 
-// printRated shows what the ratings that were given make of it.
+// printRated shows what the ratings make of it.
 func printRated(e *env, drives []wearDocument) {
 	w := table(e.stdout)
 	fmt.Fprint(w, "\nDRIVE\tRATED FOR\tUSED\tYEARS LEFT\n")

@@ -123,6 +123,8 @@ var mountOptionTable = []mountOption{
 			s.daemon.Admission.FilterBytes = int(n)
 			return err
 		}},
+	{"endurance", "[INDEX:]RATING", "what the drives, or one, are rated for, as in 'tuttifs info --wear'; may be repeated",
+		func(s *mountSettings, v string) error { return s.daemon.Endurance.Set(v) }},
 	{"prices", "FILE", "what cost-aware admission reckons with, as in 'tuttifs cost --prices'",
 		func(s *mountSettings, v string) (err error) {
 			s.daemon.Admission.Prices, err = readPrices(v)
@@ -233,6 +235,13 @@ func (s *mountSettings) parse(lists []string, sloppy bool) error {
 				problems = append(problems, fmt.Sprintf("mount option %q: %v", word, err))
 			}
 		}
+	}
+	a := &s.daemon.Admission
+	if a.FilterBytes != 0 && !a.Admissions.Selective() {
+		problems = append(problems, "mount option admission_memory: no admission policy needs it")
+	}
+	if a.Prices != (wear.Prices{}) && !a.Admissions.Uses(wear.CostAware) {
+		problems = append(problems, "mount option prices: it is for admission=cost-aware")
 	}
 	if len(problems) > 0 {
 		return usagef("%s", strings.Join(problems, "; "))

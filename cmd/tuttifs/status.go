@@ -62,6 +62,9 @@ func (d *statusDocument) print(e *env) {
 	row("files", "%d, of which %d pinned; %d being stored", t.Files, t.FilesPinned, t.FilesReserved)
 	row("since the mount", "%d committed, %d evicted, %d removed, %d damaged, %d aborted", t.Committed, t.Evicted,
 		t.Doomed, t.Bad, t.Aborted)
+	if t.Declined > 0 {
+		row("not admitted", "%d files, by the admission policy", t.Declined)
+	}
 	row("space", "%s of %s used", humanBytes(sp.UsedBytes), humanBytes(sp.TotalBytes))
 	row("commands", "%d reads of %s, %d writes of %s, %d failed, %d refused", io.Reads, humanBytes(io.BytesRead),
 		io.Writes, humanBytes(io.BytesWritten), io.Errors, io.Refused)
