@@ -126,7 +126,8 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{"hello", "drives", "peek", "pin", "release", "reserve", "reserve", "abort", "commit",
-		"extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "ticket", "ticket", "ticket", "ticket"}, said)
+		"extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "ticket", "ticket", "ticket",
+		"ticket"}, said)
 	thaw()
 	for _, id := range tickets {
 		require.Equal(t, uint32(ioctl.TicketDone), c.wait(id).State)
