@@ -16,8 +16,9 @@
 // out of the index and not free is doomed (pinned), in toFree, or with the journal.
 //
 // Lock order: Store.opening; a session's mutex; the mutexes of pools, by ID; Store.quotaMu; Store.mu; the volume's
-// own. Callbacks of the volume take a session's and its pools' mutexes, so the volume must hold none of its own then.
-// Authorize and Complete take none, but for the last command of a lease that has ended.
+// own. The gate's is a leaf, taken under pools' mutexes. Callbacks of the volume take a session's and its pools'
+// mutexes, so the volume must hold none of its own then. Authorize and Complete take none, but for the last command
+// of a lease that has ended.
 package gpufile
 
 import "errors"

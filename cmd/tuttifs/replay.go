@@ -177,7 +177,7 @@ func (o *replayOptions) run(ctx context.Context, e *env, args []string) (err err
 	} else {
 		r.print(e.stdout)
 	}
-	if t := &r.totals; t.storedBlocks == 0 && t.hitBlocks < t.blocks {
+	if t := &r.totals; t.storedBlocks+t.declinedBlocks == 0 && t.hitBlocks < t.blocks {
 		e.warnf("nothing was stored: no file fits, or everything is pinned, reserved or open")
 	}
 	if err == nil && r.totals.failures > 0 {
