@@ -169,6 +169,7 @@ func (v *Volume) AddDrive(d drive.Drive, o AddOptions) (index uint16, err error)
 func (v *Volume) newLabel(d drive.Drive) (*ondisk.Label, error) {
 	v.labelMu.Lock()
 	l := v.common
+	clear(l.Extension[:]) // it is another drive's
 	v.labelMu.Unlock()
 	at := slices.IndexFunc(l.Members[:], func(m ondisk.Member) bool { return m.State == ondisk.DriveAbsent })
 	if at < 0 {

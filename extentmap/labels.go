@@ -341,6 +341,7 @@ func (v *Volume) labelOf(m *member) *ondisk.Label {
 	l.Drive, l.Index, l.Units, l.LBAShift = m.label.Drive, m.label.Index, m.label.Units, m.label.LBAShift
 	l.Region.Segments = m.region.Segments
 	l.Compat, l.ROCompat, l.Incompat = m.label.Compat, m.label.ROCompat, m.label.Incompat
+	l.Extension = m.label.Extension
 	return &l
 }
 

@@ -276,6 +276,34 @@ func TestBusyAndReadOnly(t *testing.T) {
 	}
 }
 
+// TestFeaturesAreKept: bits that are unknown and compatible, and what belongs to them in a drive's label, stay as they
+// are through mounts, drives that are added, and repairs.
+func TestFeaturesAreKept(t *testing.T) {
+	dir, paths := makeFiles(t, 2)
+	editLabel(t, paths[0], func(l *ondisk.Label) { l.Compat = 8 })
+	editLabel(t, paths[1], func(l *ondisk.Label) { l.Compat, l.Extension[0], l.Extension[1535] = 8, 5, 6 })
+	remount(t, paths[:1])
+	v, err := extentmap.Open(paths, extentmap.Options{})
+	require.NoError(t, err)
+	more := filepath.Join(dir, "more")
+	require.NoError(t, drive.Create(more, 8*mib))
+	d, err := drive.Open(more, drive.Options{})
+	require.NoError(t, err)
+	_, err = v.AddDrive(d, extentmap.AddOptions{})
+	require.NoError(t, err)
+	require.NoError(t, v.Close())
+	kept := func(path string) (uint64, byte, byte) {
+		var l ondisk.Label
+		editLabel(t, path, func(x *ondisk.Label) { l = *x })
+		return l.Compat, l.Extension[0], l.Extension[1535]
+	}
+	want := map[string][3]byte{paths[0]: {8, 0, 0}, paths[1]: {8, 5, 6}, more: {8, 0, 0}}
+	for path, w := range want {
+		compat, first, last := kept(path)
+		require.Equal(t, w, [3]byte{byte(compat), first, last}, path)
+	}
+}
+
 // TestLabelCopies: one damaged copy of a label is mended by the next mount; a file that grew is still the same drive.
 func TestLabelCopies(t *testing.T) {
 	for _, off := range []int64{0, 8*mib - ondisk.BlockBytes} {

@@ -145,6 +145,7 @@ func (c *checker) onlyMissingRole(index uint16) bool {
 // labelOf is the label of a member, made from the volume's.
 func (c *checker) labelOf(d drive.Drive, index uint16) *ondisk.Label {
 	l := *c.label
+	clear(l.Extension[:]) // it is another drive's
 	s := &l.Members[index]
 	l.Index, l.Drive, l.Units = index, s.UUID, s.Units
 	l.LBAShift = uint8(bits.TrailingZeros(uint(d.LBABytes())))

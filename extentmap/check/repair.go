@@ -141,6 +141,7 @@ func (w *repairer) writeLabels(list []*member) error {
 		l := w.label
 		l.Index, l.Drive, l.Units, l.LBAShift = m.label.Index, m.label.Drive, m.label.Units, m.label.LBAShift
 		l.Region.Segments, l.Compat, l.Sequence = m.label.Region.Segments, m.label.Compat, w.sequence
+		l.Extension = m.label.Extension
 		places := []uint64{0, l.Units - 1}
 		if m.badLast && !m.badFirst {
 			slices.Reverse(places)

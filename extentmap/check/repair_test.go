@@ -156,6 +156,23 @@ func TestRepair(t *testing.T) {
 	}
 }
 
+// TestRepairKeepsFeatures: what a compatible feature that is not known put into a drive's label stays there.
+func TestRepairKeepsFeatures(t *testing.T) {
+	images := usedImages(t)
+	for i, image := range images {
+		relabel(t, image, func(l *ondisk.Label) { l.Compat, l.Extension[7] = 1<<20, byte(i) })
+	}
+	requireClean(t, maptest.FromImages(images).Drives(), check.Options{})
+	flip(unitOf(images[1], 0))
+	flip(unitOf(images[1], newest(t, images[0]).Unit))
+	set := maptest.FromImages(images)
+	repaired(t, set, check.Options{Repair: yes})
+	for i, image := range set.Images() {
+		l := label(t, image)
+		require.Equal(t, [2]uint64{1 << 20, uint64(i)}, [2]uint64{l.Compat, uint64(l.Extension[7])})
+	}
+}
+
 // TestRepairSafe: without anybody's agreement only what loses nothing is done.
 func TestRepairSafe(t *testing.T) {
 	images := usedImages(t)

@@ -11,8 +11,9 @@ const LabelMagic = "tuttifs\x00"
 // Version is the format version that this package writes and the newest that it reads.
 const Version = 1
 
-// Feature bits. An unknown compatible bit means nothing to a reader; an unknown read-only-compatible one forbids
-// writing; an unknown incompatible one forbids mounting.
+// Feature bits. An unknown compatible bit means nothing to who does not know it; an unknown read-only-compatible one
+// forbids writing; an unknown incompatible one forbids mounting. docs/format.md, section 15, says which kind an addition
+// needs.
 const (
 	// FeatureDraft (incompatible): the format is not frozen yet.
 	FeatureDraft uint64 = 1 << 0
@@ -75,7 +76,12 @@ type Label struct {
 	CreationTime int64  // Unix nanoseconds
 	Name         string // volume label
 	Members      [MaxDrives]Member
+	Extension    [LabelExtensionBytes]byte // of features that this version does not know; the drive's own
 }
+
+// LabelExtensionBytes is the room that a label has for what features add to a drive. Who does not know the features
+// keeps it as it is; without any feature it is zero.
+const LabelExtensionBytes = BlockBytes - labelEnd
 
 // Segments are 256 KiB to 1 GiB.
 const (
@@ -136,6 +142,7 @@ func (l *Label) Encode(b []byte) {
 		le.PutUint64(p[16:], m.Units)
 		p[24] = uint8(m.State)
 	}
+	copy(b[labelEnd:], l.Extension[:])
 	le.PutUint32(b[8:], labelCRC(b))
 }
 
@@ -220,8 +227,12 @@ func (l *Label) decodeRest(b []byte) error {
 	}
 	if b[85] > labelFlagClean || le.Uint32(b[88:]) != BlockBytes || n > MaxNameBytes ||
 		b[87] != 0 || !allZero(b[156:160]) || !allZero(b[224:labelNameOff]) ||
-		!allZero(b[labelNameOff+n:labelMemberOff]) || !allZero(b[labelEnd:]) {
+		!allZero(b[labelNameOff+n:labelMemberOff]) {
 		return fieldError("label: flags, unit size, name length or reserved bytes")
+	}
+	l.Extension = [LabelExtensionBytes]byte(b[labelEnd:])
+	if l.Compat|l.ROCompat == 0 && l.Extension != ([LabelExtensionBytes]byte{}) {
+		return fieldError("label: an extension without a feature")
 	}
 	l.Name = string(b[labelNameOff : labelNameOff+n])
 	return nil

@@ -246,6 +246,7 @@ func TestLabelFields(t *testing.T) {
 		func(l *Label) { l.Region.CatalogUnit++ },
 		func(l *Label) { l.Region.JournalUnit = 4 },
 		func(l *Label) { l.Region.SuperblockUnit = 0 },
+		func(l *Label) { l.Compat, l.Extension[3] = 0, 1 },
 	} {
 		l := testLabel()
 		f(l)
@@ -253,6 +254,65 @@ func TestLabelFields(t *testing.T) {
 		l.Encode(b)
 		_, err := DecodeLabel(b, l.Unit)
 		require.ErrorIs(t, err, ErrField, "change %d", i)
+	}
+}
+
+// TestReservedBytes: what docs/format.md calls zero is zero, under a right checksum too.
+func TestReservedBytes(t *testing.T) {
+	at, id := Locate(1, 77), TableID{Pool: 3, Row: 4, Block: 5}
+	j := &Journal{First: 3, Blocks: 16, Tag: 42, Nonce: 8}
+	for name, k := range map[string]struct {
+		label    bool
+		fill     func(b []byte)
+		open     func(b []byte) error
+		reserved [][2]int
+	}{
+		"label": {true, func(b []byte) { l := testLabel(); l.Compat = 0; l.Encode(b) },
+			func(b []byte) error { _, err := DecodeLabel(b, 0); return err },
+			[][2]int{{87, 88}, {156, 160}, {224, 232}, {235, 512}, {512 + 25, 544}, {512 + 63*32 + 25, 2560}, {2560, 4096}}},
+		"superblock": {false, func(b []byte) { testSuperblock().Encode(b) },
+			func(b []byte) error { _, err := DecodeSuperblock(b, 2, [16]byte{1}); return err },
+			[][2]int{{32, 64}, {160, 4096}}},
+		"journal": {false, func(b []byte) { j.Seal(b, BatchBlock{20, 5, 0, 1}, []byte("payload")) },
+			func(b []byte) error { _, _, err := j.Open(b, 20); return err },
+			[][2]int{{56, 64}, {64 + 7, 4096}}},
+		"catalog": {false, func(b []byte) { SealCatalog(b, 300, 2, 42, 9, []byte("payload")) },
+			func(b []byte) error { _, err := OpenCatalog(b, 300, 2, 42, 9); return err },
+			[][2]int{{40, 64}, {64 + 7, 4096}}},
+		"table": {false, func(b []byte) { SealTable(b, at, 42, 9, id) },
+			func(b []byte) error { _, err := OpenTable(b, at, 42, id); return err },
+			[][2]int{{34, 36}, {44, 128}}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := make([]byte, BlockBytes)
+			for _, r := range k.reserved {
+				for i := r[0]; i < r[1]; i++ {
+					clear(b)
+					k.fill(b)
+					require.Zero(t, b[i], "byte %d", i)
+					b[i] = 0x40
+					repair(b, k.label)
+					require.ErrorIs(t, k.open(b), ErrField, "byte %d", i)
+				}
+			}
+		})
+	}
+}
+
+// TestLabelExtension: who does not know a feature keeps what it put into the label.
+func TestLabelExtension(t *testing.T) {
+	for _, set := range []func(*Label){func(l *Label) { l.Compat = 1 << 40 }, func(l *Label) { l.ROCompat = 1 << 3 }} {
+		l := testLabel()
+		l.Compat = 0
+		set(l)
+		for i := range l.Extension {
+			l.Extension[i] = byte(i)
+		}
+		b := make([]byte, BlockBytes)
+		l.Encode(b)
+		got, err := DecodeLabel(b, 0)
+		require.NoError(t, err)
+		require.Equal(t, l, got)
 	}
 }
 
