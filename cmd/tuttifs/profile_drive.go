@@ -81,8 +81,7 @@ type measuredDrive struct {
 	Backend   string              `json:"backend"`
 	Profile   *drivemodel.Profile `json:"profile"`
 	Rows      []measuredRow       `json:"rows"`
-	FioRatio  *float64            `json:"fio_ratio,omitempty"`          // the median of the rows
-	FioWorst  *float64            `json:"fio_ratio_at_worst,omitempty"` // the one that is furthest from 1
+	Fio       *fioComparison      `json:"fio,omitempty"`
 	Notes     []string            `json:"notes,omitempty"`
 }
 
@@ -90,6 +89,7 @@ type measuredDrive struct {
 type measuredRow struct {
 	drivemodel.Measured
 	minUS               float64
+	wanted              int      // percent written
 	ModelBytesPerSecond float64  `json:"model_bytes_per_second"`
 	FioBytesPerSecond   *float64 `json:"fio_bytes_per_second,omitempty"`
 	FioRatio            *float64 `json:"fio_ratio,omitempty"`
@@ -190,12 +190,7 @@ func (o *profileDriveOptions) measure(ctx context.Context, e *env, path, fio str
 		return nil, err
 	}
 	s.compare()
-	for _, ratio := range s.ratios {
-		m.FioWorst = furthest(m.FioWorst, ratio)
-	}
-	if middle := median(s.ratios); middle > 0 {
-		m.FioRatio = &middle
-	}
+	m.Fio = compareFio(m)
 	return m, nil
 }
 
@@ -308,7 +303,7 @@ func (m *measuredDrive) print(e *env) {
 	e.printf("%s: %s, %s in its first %s, by %s\n", m.Path, m.Profile.Of, touched, humanBytes(m.AreaBytes), m.Backend)
 	t := table(e.stdout)
 	fmt.Fprintf(t, "  verb\twritten\tcommand\tdepth\tGB/s\tcommands/s\tp50 us\tp90\tp99\tp99.9\tmax\tmodel GB/s")
-	if m.FioRatio != nil {
+	if m.Fio != nil {
 		fmt.Fprintf(t, "\tfio GB/s\tratio")
 	}
 	fmt.Fprintln(t)
@@ -323,18 +318,53 @@ func (m *measuredDrive) print(e *env) {
 	}
 	t.Flush()
 	e.printf("  profile  %s\n", m.Profile.Summary())
-	if m.FioRatio != nil {
-		e.printf("  fio      %.3f in the middle, %.3f at worst (0.90 to 1.10 wanted)\n", *m.FioRatio, *m.FioWorst)
+	if f := m.Fio; f != nil {
+		e.printf("  to fio   ")
+		for _, verb := range []string{"read", "write", "mixed"} {
+			if ratio, ok := f.Bandwidth[verb]; ok {
+				e.printf("%s %.3f, ", verb, ratio)
+			}
+		}
+		e.printf("wanted 0.90 to 1.10; of all rows %.3f in the middle, %.3f at worst\n", f.Middle, f.Worst)
 	}
 	for _, n := range m.Notes {
 		e.warnf("%s: %s", m.Path, n)
 	}
 }
 
-// furthest is the ratio that is furthest from 1, either way.
-func furthest(a *float64, b float64) *float64 {
-	if a == nil || math.Abs(math.Log(b)) > math.Abs(math.Log(*a)) {
-		return &b
+// fioComparison is how the measurements stand to fio's.
+type fioComparison struct {
+	// Bandwidth is of the figures that the profile has: the best of all reads, that of all writes, each way's best, and
+	// mixed half and half.
+	Bandwidth map[string]float64 `json:"bandwidth_ratio"`
+	Middle    float64            `json:"ratio_median"`   // of all rows
+	Worst     float64            `json:"ratio_at_worst"` // the one that is furthest from 1
+}
+
+// halfMixed is the row of mixtures that a profile's figures are compared by.
+const halfMixed = 50
+
+// compareFio returns nil where fio did not measure.
+func compareFio(m *measuredDrive) *fioComparison {
+	var ratios []float64
+	mine, fios := map[string]float64{}, map[string]float64{}
+	f := &fioComparison{Bandwidth: map[string]float64{}, Worst: 1}
+	for _, r := range m.Rows {
+		if r.FioRatio == nil {
+			return nil
+		}
+		ratios = append(ratios, *r.FioRatio)
+		if math.Abs(math.Log(*r.FioRatio)) > math.Abs(math.Log(f.Worst)) {
+			f.Worst = *r.FioRatio
+		}
+		if r.Verb != "mixed" || r.wanted == halfMixed {
+			mine[r.Verb] = max(mine[r.Verb], r.BytesPerSecond)
+			fios[r.Verb] = max(fios[r.Verb], *r.FioBytesPerSecond)
+		}
 	}
-	return a
+	for verb, rate := range mine {
+		f.Bandwidth[verb] = rate / fios[verb]
+	}
+	f.Middle = median(ratios)
+	return f
 }

@@ -23,8 +23,7 @@ type driveSweep struct {
 	limit    time.Duration
 	shortest time.Duration // measurement of one step, even if the time is over
 	bar      *progress
-	zeroes   int       // steps of reads that found nothing but zeroes
-	ratios   []float64 // to fio
+	zeroes   int // steps of reads that found nothing but zeroes
 }
 
 // sweepObject is the size whose depths are swept, whose mixtures are measured and whose latency is the profile's.
@@ -150,7 +149,6 @@ func (s *driveSweep) step(ctx context.Context, w loadWork) error {
 			return err
 		}
 		row.FioBytesPerSecond, row.FioRatio = &rate, &ratio
-		s.ratios = append(s.ratios, ratio)
 	}
 	if all.latency.count == 0 {
 		return fmt.Errorf("%s: not one command was completed in %v: give it more --time", s.drive.Path, w.duration)
@@ -159,7 +157,7 @@ func (s *driveSweep) step(ctx context.Context, w loadWork) error {
 		s.zeroes++
 	}
 	us := func(q float64) float64 { return math.Round(float64(all.latency.quantile(q))/10) / 100 }
-	row.minUS = us(0)
+	row.minUS, row.wanted = us(0), w.writePercent
 	row.Measured = drivemodel.Measured{Verb: verbOf(w.writePercent), CommandBytes: w.bytes, Depth: w.depth,
 		WritePercent: math.Round(1000*all.writeShare()) / 10, Seconds: math.Round(1000*all.seconds) / 1000,
 		BytesPerSecond: math.Round(all.bytesPerSecond()), P50US: us(0.5), P90US: us(0.9), P99US: us(0.99),

@@ -152,7 +152,10 @@ func TestProfileDriveBesideFio(t *testing.T) {
 		require.Positive(t, *r.FioBytesPerSecond)
 		require.Positive(t, *r.FioRatio)
 	}
-	require.Len(t, s.ratios, 3)
+	require.Len(t, m.Rows, 3)
+	f := compareFio(m)
+	require.Len(t, f.Bandwidth, 3)
+	require.Positive(t, f.Middle)
 }
 
 // The model of a drive that behaves as models do is that model: measured rows come out of it again.
@@ -183,7 +186,15 @@ func TestProfileOfAModel(t *testing.T) {
 	for _, r := range s.drive.Rows[:7] {
 		require.InEpsilon(t, r.BytesPerSecond, r.ModelBytesPerSecond, 0.05, "%+v", r.Measured)
 	}
-	require.Equal(t, 0.5, *furthest(furthest(nil, 1.5), 0.5))
+	require.Nil(t, compareFio(s.drive))
+	for i, rate := range []float64{800e6, 400e6, 500e6, 800e6, 400e6, 2e9, 250e6, 240e6} {
+		r := &s.drive.Rows[i]
+		ratio := r.BytesPerSecond / rate
+		r.FioBytesPerSecond, r.FioRatio, r.wanted = &rate, &ratio, int(r.WritePercent)
+	}
+	f := compareFio(s.drive)
+	require.Equal(t, map[string]float64{"read": 1.25, "write": 0.5, "mixed": 250. / 250}, f.Bandwidth, "of the best")
+	require.InDelta(t, 2, max(f.Worst, 1/f.Worst), 0.03)
 }
 
 func TestFioRate(t *testing.T) {
