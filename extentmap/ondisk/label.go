@@ -11,9 +11,8 @@ const LabelMagic = "tuttifs\x00"
 // Version is the format version that this package writes and the newest that it reads.
 const Version = 1
 
-// Feature bits. An unknown compatible bit means nothing to who does not know it; an unknown read-only-compatible one
-// forbids writing; an unknown incompatible one forbids mounting. docs/format.md, section 15, says which kind an addition
-// needs.
+// Feature bits. An unknown compatible bit is kept and means nothing; an unknown read-only-compatible one forbids
+// writing; an unknown incompatible one forbids mounting. docs/format.md, section 15, says which kind an addition needs.
 const (
 	// FeatureDraft (incompatible): the format is not frozen yet.
 	FeatureDraft uint64 = 1 << 0
