@@ -109,6 +109,7 @@ type GPU struct {
 	ended   chan struct{} // closed when it has ended
 	stuck   chan struct{} // closed when it, or a call of the control thread, hangs
 	alive   atomic.Int32
+	busy    atomic.Int32 // batches that were issued and have not ended
 	broken  atomic.Pointer[error]
 
 	thread ioThread // state of the I/O thread alone

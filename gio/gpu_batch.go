@@ -235,6 +235,7 @@ func (g *GPU) enqueue(t *gpuTicket) error {
 	}
 	g.incoming = append(g.incoming, t)
 	g.live = append(g.live, t)
+	g.busy.Add(1)
 	g.mu.Unlock()
 	g.ring()
 	return nil
@@ -303,6 +304,7 @@ type planner struct {
 	offsets []uint32 // of the cells of a group
 	stride  uint32
 	limit   int // commands of a chunk
+	ramp    int // so many chunks are shorter than the others, each by as much as the next one
 }
 
 // groupMax bounds the search for a pattern.
@@ -339,6 +341,9 @@ func (p *planner) plan() {
 	if direct > 0 && bounce > 0 {
 		p.cutMixed()
 		return
+	}
+	if bounce > 0 && !p.t.write && g.busy.Load() == 0 {
+		p.ramp = lanes
 	}
 	p.cut(0, p.t.n, bounce == 0)
 }
@@ -396,23 +401,34 @@ func (p *planner) pack(group int) {
 	}
 }
 
-// cut makes chunks of the IOCTXs from first to end.
+// cut makes chunks of the IOCTXs from first to end. Drives serve all lanes at once, so that chunks of one length which
+// are rung together arrive together, and until then the copy engine rests: where nothing else is under way, the first
+// chunks of a long read grow from lane to lane.
 func (p *planner) cut(first, end int, direct bool) {
 	group := len(p.offsets)
 	n := max(group, p.limit/group*group)
 	if !direct && p.stride > 0 {
 		n = max(group, min(n, p.t.g.staging.bytes/int(p.stride)*group))
 	}
-	if p.t.chunks == nil {
-		p.t.chunks = make([]gpuChunk, 0, (end-first+n-1)/n)
+	if (end-first)/n < 2*p.ramp {
+		p.ramp = 0
 	}
-	for ; first < end; first += n {
+	if p.t.chunks == nil {
+		p.t.chunks = make([]gpuChunk, 0, (end-first+n-1)/n+p.ramp/2+1)
+	}
+	for first < end {
 		c := gpuChunk{t: p.t, index: len(p.t.chunks), first: uint32(first), direct: direct, slot: noSlot}
-		c.count = uint32(min(n, end-first))
+		length := n
+		if c.index < p.ramp {
+			length = max(group, n*(c.index+1)/(p.ramp+1)/group*group)
+		}
+		length = min(length, end-first)
+		first += length
+		c.count = uint32(length)
 		if !direct {
 			c.bytes = p.bytes(int(c.count))
 		}
-		c.payload = p.payload(first, first+int(c.count))
+		c.payload = p.payload(first-length, first)
 		p.t.chunks = append(p.t.chunks, c)
 	}
 }

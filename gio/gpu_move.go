@@ -134,13 +134,13 @@ const (
 )
 
 // due is when to look again: when the newest piece is about to end and may have a successor, or else when it has ended.
-// While no lane waits for the copy engine it is drives that are waited for, and the first piece's lane is to go back to
-// them as soon as that piece has ended.
-func (m *mover) due(now int64) int64 {
+// While no lane waits for the copy engine, or the drives have little to do, it is them that are waited for, and the
+// first piece's lane is to go back to them as soon as that piece has ended.
+func (m *mover) due(now int64, idle bool) int64 {
 	if m.count == 0 {
 		return never
 	}
-	if first := m.pieces[m.head].end + lagNanos; len(m.queue) == 0 && now < first {
+	if first := m.pieces[m.head].end + lagNanos; (idle || len(m.queue) == 0) && now < first {
 		return first
 	}
 	if len(m.pieces) > 1 && now < m.end-leadNanos {

@@ -152,7 +152,8 @@ func (th *ioThread) park() {
 // kernel or a drive, and it looks a few times before it naps.
 func (th *ioThread) rest() {
 	th.idle++
-	if due := min(th.g.in.due(th.now), th.g.out.due(th.now)); due != never {
+	idle := !th.deep()
+	if due := min(th.g.in.due(th.now, idle), th.g.out.due(th.now, idle)); due != never {
 		if th.gathers > 0 && th.starved() {
 			due = min(due, th.now+quietNanos)
 		}
@@ -166,6 +167,17 @@ func (th *ioThread) rest() {
 	default:
 		th.nap(napNanoseconds)
 	}
+}
+
+// deep says whether drives have enough to do for the time being: half of the lanes.
+func (th *ioThread) deep() bool {
+	rung := 0
+	for _, l := range th.g.lanes {
+		if l.state == laneRung {
+			rung++
+		}
+	}
+	return 2*rung >= len(th.g.lanes)
 }
 
 // starved says whether a lane that is free waits for a gather.
@@ -476,6 +488,7 @@ func (t *gpuTicket) finish(hung error) {
 	if !t.ended.CompareAndSwap(false, true) {
 		return
 	}
+	t.g.busy.Add(-1)
 	t.hung = hung
 	if t.told.CompareAndSwap(false, true) {
 		close(t.enqueued)

@@ -147,13 +147,31 @@ func (l *layerState) trailers(write bool, each func(i int, b []byte)) error {
 		for _, f := range failed {
 			l.failed[index[f.Index]] = f.Err
 		}
-		for k, i := range index {
-			if !write && l.failed[i] == nil {
-				each(i, s.memory.buf[k*room:k*room+payload])
-			}
+		if !write {
+			inParallel(len(index), func(k int) {
+				if i := index[k]; l.failed[i] == nil {
+					each(i, s.memory.buf[k*room:k*room+payload])
+				}
+			})
 		}
 	}
 	return nil
+}
+
+// inParallel calls f with the numbers below n, many at a time on a thread: a prompt has a thousand trailers, and a
+// request waits for them.
+func inParallel(n int, f func(i int)) {
+	const least = 128 // worth a thread
+	workers := min(4, runtime.GOMAXPROCS(0), (n+least-1)/least)
+	var group sync.WaitGroup
+	for w := range workers {
+		group.Go(func() {
+			for i := w * n / workers; i < (w+1)*n/workers; i++ {
+				f(i)
+			}
+		})
+	}
+	group.Wait()
 }
 
 // ringLayerTicket is a layer in flight; Wait completes and (for reads) verifies it.

@@ -274,10 +274,10 @@ class Tuttifs:
             begin = time.perf_counter()
             self.transfers[layer].wait_on(stream)
             self.phases["others" if layer else "first"] += time.perf_counter() - begin
-            if layer == 0:
-                # Nothing can be computed before the first layer is there, so it has the drives to itself; issuing the
-                # others goes on beside its compute.
-                self.transfers += [self.layers.retrieve(i, after) for i in range(1, self.model.layers)]
+            # Nothing can be computed before the first layer is there, so it has the drives to itself. From then on two
+            # layers are under way beside the compute; to issue all of them at once would keep it waiting.
+            while len(self.transfers) < min(layer + 3, self.model.layers):
+                self.transfers.append(self.layers.retrieve(len(self.transfers), after))
         return before
 
     def end(self):
