@@ -7,6 +7,7 @@ import (
 	"math"
 	"runtime"
 
+	"tuttifs/drive"
 	"tuttifs/drivemodel"
 	"tuttifs/nvme/emu"
 )
@@ -51,10 +52,19 @@ func (o *benchRingsOptions) benchModel(ctx context.Context, e *env) error {
 		return err
 	}
 	report := &modelReport{OutputVersion: outputVersion, Cores: runtime.GOMAXPROCS(0), Profile: p}
-	sessions := max(o.threads, runtime.GOMAXPROCS(0)/2, 2) &^ 1
+	drives, closeAll, err := memoryDrives(modelDrives, int64(o.size)/modelDrives)
+	if err != nil {
+		return err
+	}
+	defer closeAll()
 	for _, object := range benchObjects {
 		for _, verb := range []string{"read", "write", "mixed"} {
-			row, err := o.modelRow(ctx, p, verb, object, sessions)
+			// Each session has two threads. Where these share cores, the drive is left without work at times.
+			sessions := max(o.threads, runtime.GOMAXPROCS(0)/2, 1)
+			if verb == "mixed" {
+				sessions = max(sessions&^1, 2)
+			}
+			row, err := o.modelRow(ctx, drives, p, verb, object, sessions)
 			if err != nil {
 				return fmt.Errorf("modelled drive, %s: %w", verb, err)
 			}
@@ -71,15 +81,15 @@ func (o *benchRingsOptions) benchModel(ctx context.Context, e *env) error {
 }
 
 // modelRow measures without the profile, then with it.
-func (o *benchRingsOptions) modelRow(ctx context.Context, p *drivemodel.Profile, verb string, object, sessions int) (
-	row modelRow, err error) {
+func (o *benchRingsOptions) modelRow(ctx context.Context, drives []drive.Drive, p *drivemodel.Profile, verb string,
+	object, sessions int) (row modelRow, err error) {
 	row = modelRow{Verb: verb, ObjectBytes: object, Sessions: sessions, Depth: sessions * modelLanes * ramChunk}
-	if row.MachineGBs, _, err = o.modelRate(ctx, nil, verb, object, sessions); err != nil {
+	if row.MachineGBs, _, err = o.modelRate(ctx, drives, nil, verb, object, sessions); err != nil {
 		return row, err
 	}
 	var rings, shares, ratios []float64
 	for range o.rounds {
-		rate, share, err := o.modelRate(ctx, p, verb, object, sessions)
+		rate, share, err := o.modelRate(ctx, drives, p, verb, object, sessions)
 		if err != nil {
 			return row, err
 		}
@@ -93,18 +103,13 @@ func (o *benchRingsOptions) modelRow(ctx context.Context, p *drivemodel.Profile,
 }
 
 // modelRate streams with a thread and a poller for each session. Mixed, every other session writes.
-func (o *benchRingsOptions) modelRate(ctx context.Context, p *drivemodel.Profile, verb string, object, sessions int) (
-	rate, writeShare float64, err error) {
-	drives, closeAll, err := memoryDrives(modelDrives, int64(o.size)/modelDrives)
-	if err != nil {
-		return 0, 0, err
-	}
-	defer closeAll()
+func (o *benchRingsOptions) modelRate(ctx context.Context, drives []drive.Drive, p *drivemodel.Profile, verb string,
+	object, sessions int) (rate, writeShare float64, err error) {
 	b, err := newBenchDrives(drives, object, p)
 	if err != nil {
 		return 0, 0, err
 	}
-	w := &ramWork{b: b, object: object, seconds: o.period / 2}
+	w := &ramWork{b: b, object: object, seconds: o.period}
 	if p == nil {
 		w.seconds = o.period / 4
 	}
