@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"runtime"
+	"time"
 
 	"tuttifs/drive"
 	"tuttifs/drivemodel"
@@ -87,27 +88,27 @@ func (o *benchRingsOptions) modelRow(ctx context.Context, drives []drive.Drive, 
 	if row.MachineGBs, _, err = o.modelRate(ctx, drives, nil, verb, object, sessions); err != nil {
 		return row, err
 	}
-	var rings, shares, ratios []float64
+	var rings, shares, profiles, ratios []float64
 	for range o.rounds {
-		rate, share, err := o.modelRate(ctx, drives, p, verb, object, sessions)
+		rate, m, err := o.modelRate(ctx, drives, p, verb, object, sessions)
 		if err != nil {
 			return row, err
 		}
-		rings, shares = append(rings, rate), append(shares, share)
-		ratios = append(ratios, rate/(p.RateAt(share, object)*modelDrives/1e9))
+		rings, shares, profiles = append(rings, rate), append(shares, m.writeShare()), append(profiles, m.rate())
+		ratios = append(ratios, rate/m.rate())
 	}
-	row.RingGBs, row.WriteShare, row.Ratio = median(rings), median(shares), median(ratios)
-	row.ProfileGBs = p.RateAt(row.WriteShare, object) * modelDrives / 1e9
+	row.RingGBs, row.WriteShare = median(rings), median(shares)
+	row.ProfileGBs, row.Ratio = median(profiles), median(ratios)
 	row.Counts = row.MachineGBs > machineReserve*row.ProfileGBs
 	return row, nil
 }
 
 // modelRate streams with a thread and a poller for each session. Mixed, every other session writes.
 func (o *benchRingsOptions) modelRate(ctx context.Context, drives []drive.Drive, p *drivemodel.Profile, verb string,
-	object, sessions int) (rate, writeShare float64, err error) {
+	object, sessions int) (rate float64, m *mixMeter, err error) {
 	b, err := newBenchDrives(drives, object, p)
 	if err != nil {
-		return 0, 0, err
+		return 0, nil, err
 	}
 	w := &ramWork{b: b, object: object, seconds: o.period}
 	if p == nil {
@@ -119,7 +120,7 @@ func (o *benchRingsOptions) modelRate(ctx context.Context, drives []drive.Drive,
 	for i := range sessions {
 		r, err := newBenchRig(b, benchShape{lanes: modelLanes, depth: ramDepth, chunk: ramChunk, dmaBytes: dma})
 		if err != nil {
-			return 0, 0, err
+			return 0, nil, err
 		}
 		w.rigs = append(w.rigs, r)
 		part := all[len(all)*i/sessions : len(all)*(i+1)/sessions]
@@ -127,21 +128,70 @@ func (o *benchRingsOptions) modelRate(ctx context.Context, drives []drive.Drive,
 		w.parts = append(w.parts, part)
 	}
 	if err := ctx.Err(); err != nil {
-		return 0, 0, err
+		return 0, nil, err
 	}
-	if rate, err = w.run(w.byVerb(verb)); err != nil {
-		return 0, 0, err
+	m = &mixMeter{profile: p, object: object, controllers: b.controllers}
+	stop := m.follow()
+	rate, err = w.run(w.byVerb(verb))
+	stop()
+	if err == nil && m.all == [2]uint64{} {
+		err = errors.New("nothing was moved")
 	}
-	var stats emu.Stats
-	for _, c := range b.controllers {
+	return rate, m, err
+}
+
+// mixMeter follows the mixture. Sessions that share cores take turns, and what the profile gives then is the bandwidth
+// of each moment's mixture, not that of the average.
+type mixMeter struct {
+	profile     *drivemodel.Profile // nil: only bytes are counted
+	object      int
+	controllers []*emu.Controller
+	all         [2]uint64 // bytes read and written
+	seconds     float64   // that the profile gives them
+}
+
+// mixEvery is short against a second, and not against what is in flight.
+const mixEvery = 2 * time.Millisecond
+
+// follow looks until it is told to stop.
+func (m *mixMeter) follow() (stop func()) {
+	quit, done := make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		tick := time.NewTicker(mixEvery)
+		defer tick.Stop()
+		for {
+			select {
+			case <-tick.C:
+				m.look()
+			case <-quit:
+				m.look()
+				return
+			}
+		}
+	}()
+	return func() { close(quit); <-done }
+}
+
+func (m *mixMeter) look() {
+	var now [2]uint64
+	for _, c := range m.controllers {
 		s := c.Stats()
-		stats.BytesRead += s.BytesRead
-		stats.BytesWritten += s.BytesWritten
+		now[0] += s.BytesRead
+		now[1] += s.BytesWritten
 	}
-	if stats.BytesRead+stats.BytesWritten == 0 {
-		return 0, 0, errors.New("nothing was moved")
+	read, written := float64(now[0]-m.all[0]), float64(now[1]-m.all[1])
+	if m.profile != nil && read+written > 0 {
+		m.seconds += (read + written) / m.profile.RateAt(written/(read+written), m.object) / float64(len(m.controllers))
 	}
-	return rate, float64(stats.BytesWritten) / float64(stats.BytesRead+stats.BytesWritten), nil
+	m.all = now
+}
+
+// rate is the profile's GB/s of all that was moved.
+func (m *mixMeter) rate() float64 { return float64(m.all[0]+m.all[1]) / m.seconds / 1e9 }
+
+func (m *mixMeter) writeShare() float64 {
+	return float64(m.all[1]) / float64(max(m.all[0]+m.all[1], 1))
 }
 
 // byVerb is one worker a session.
