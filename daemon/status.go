@@ -15,7 +15,7 @@ import (
 )
 
 // StatusVersion stands in every status document. It changes when a key is removed or changes its meaning.
-const StatusVersion = 1
+const StatusVersion = 2
 
 // VersionDocument is /.tuttifs/version.
 type VersionDocument struct {
@@ -36,7 +36,6 @@ type VolumeDocument struct {
 	ReadOnly         bool             `json:"read_only"`
 	Degraded         bool             `json:"degraded"` // a drive is lost, or the metadata lacks its second copy
 	RowsUnavailable  uint64           `json:"rows_unavailable"`
-	Draft            bool             `json:"draft"`
 	TotalBytes       uint64           `json:"total_bytes"`
 	UnassignedBytes  uint64           `json:"unassigned_bytes"`
 	JournalBytes     uint64           `json:"journal_bytes"`
@@ -295,7 +294,7 @@ func NewVolumeDocument(v *extentmap.Volume) *VolumeDocument {
 	info := v.Info()
 	doc := &VolumeDocument{
 		OutputVersion: StatusVersion, UUID: extentmap.FormatUUID(info.UUID), Label: info.Label, Epoch: info.Epoch,
-		Nonce: info.Nonce, Width: info.Width, SegmentBytes: info.SegmentBytes, ReadOnly: info.ReadOnly, Draft: info.Draft,
+		Nonce: info.Nonce, Width: info.Width, SegmentBytes: info.SegmentBytes, ReadOnly: info.ReadOnly,
 		Degraded: info.Degraded, RowsUnavailable: info.RowsUnavailable,
 		TotalBytes: info.TotalBytes, UnassignedBytes: info.FreeBytes, JournalBytes: info.JournalBytes,
 		JournalUsedBytes: info.JournalUsedBytes,

@@ -217,9 +217,6 @@ func (k *call) Hello(a *ioctl.Hello) ioctl.Errno {
 	if info.ReadOnly {
 		a.State |= ioctl.StateReadOnly
 	}
-	if info.Draft {
-		a.State |= ioctl.StateDraft
-	}
 	a.LanesMax, a.DepthMax = ioctl.LanesMax, ioctl.DepthMax
 	a.Tickets, a.CommandBytes = uint32(c.o.Tickets), commandBytes
 	return 0

@@ -46,6 +46,7 @@ var (
 	ErrStale     = errors.New("extentmap: drive is older than the volume")
 	// ErrDiverged: the drives went on apart from each other; one part must be forgotten.
 	ErrDiverged    = errors.New("extentmap: the drives have diverged")
+	ErrDraftFormat = errors.New("extentmap: made before the format was frozen")
 	ErrNewerFormat = errors.New("extentmap: format not understood by this version")
 	ErrBusy        = errors.New("extentmap: volume is in use")
 	ErrCorrupt     = errors.New("extentmap: metadata is damaged")

@@ -239,7 +239,7 @@ func (p *FormatPlan) newLabels(drives []drive.Drive, o *FormatOptions) ([]*ondis
 	}
 	p.UUID = draw(p.UUID)
 	l := ondisk.Label{
-		Version: ondisk.Version, Incompat: ondisk.FeatureDraft, Volume: p.UUID, Width: uint16(p.Width), Clean: true,
+		Version: ondisk.Version, Volume: p.UUID, Width: uint16(p.Width), Clean: true,
 		Region: p.region, Epoch: 1, Sequence: 1, Base: 1, CreationTime: o.Now().UnixNano(), Name: p.Label,
 	}
 	for i, d := range drives {

@@ -32,13 +32,16 @@ func readLabel(d drive.Drive) (*ondisk.Label, error) {
 		switch {
 		case err == nil && (best == nil || l.Sequence > best.Sequence):
 			best = l
-		case errors.Is(err, ondisk.ErrVersion) || errors.Is(err, ondisk.ErrFeature):
+		case errors.Is(err, ondisk.ErrVersion) || errors.Is(err, ondisk.ErrFeature) || errors.Is(err, ondisk.ErrDraft):
 			named, problem = l, err
 		case err != nil && !errors.Is(err, ondisk.ErrMagic):
 			problem = firstError(problem, err)
 		}
 	}
 	switch {
+	case named != nil && errors.Is(problem, ondisk.ErrDraft):
+		return nil, &DriveError{Err: ErrDraftFormat, Name: d.Name(), Index: int(named.Index), UUID: named.Drive,
+			Advice: "make the volume anew with tuttifs mkfs --force: its files are lost, and are computed again"}
 	case named != nil:
 		return nil, &DriveError{Err: ErrNewerFormat, Name: d.Name(), Index: int(named.Index), UUID: named.Drive,
 			Advice: "use a newer tuttifs", Cause: problem}

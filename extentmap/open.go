@@ -280,7 +280,7 @@ func OpenDrives(drives []drive.Drive, o Options) (*Volume, error) {
 func newVolume(list []candidate, l *ondisk.Label, o Options) *Volume {
 	v := &Volume{
 		o: o, uuid: l.Volume, tag: ondisk.VolumeTag(l.Volume), name: l.Name, width: int(l.Width),
-		segmentUnits: l.Region.SegmentUnits, readOnly: o.ReadOnly, draft: l.Incompat&ondisk.FeatureDraft != 0,
+		segmentUnits: l.Region.SegmentUnits, readOnly: o.ReadOnly,
 		wasClean: l.Clean, common: *l, region: l.Region, rowsChanged: make(chan struct{}, 1),
 		families: map[uint16]*ondisk.Family{}, tenants: map[uint32]ondisk.Tenant{},
 		wake: make(chan struct{}, 1), kick: make(chan struct{}, 1), stop: make(chan struct{}),

@@ -193,6 +193,13 @@ func TestRefusals(t *testing.T) {
 			},
 			err: extentmap.ErrNewerFormat, names: []string{"P", "drive 2", "newer tuttifs"},
 		},
+		"draft": {
+			damage: func(t *testing.T, _ string, p []string) []string {
+				editLabel(t, p[2], func(l *ondisk.Label) { l.Incompat |= ondisk.FeatureDraft })
+				return p[:1]
+			},
+			err: extentmap.ErrDraftFormat, names: []string{"P", "drive 2", "mkfs --force"},
+		},
 		"unknown incompatible feature": {
 			damage: func(t *testing.T, _ string, p []string) []string {
 				editLabel(t, p[2], func(l *ondisk.Label) { l.Incompat |= 1 << 40 })

@@ -26,7 +26,6 @@ type Volume struct {
 	segmentsMax  uint64 // of all members, and of those that may be added in the mount
 	readOnly     bool
 	wasClean     bool // the volume had been unmounted
-	draft        bool
 	ownDrives    bool // Close closes them
 
 	members   []*member // by index, lost ones included; replaced as a whole under mu
@@ -125,7 +124,6 @@ type Info struct {
 	Width                          int
 	SegmentBytes                   uint64
 	ReadOnly                       bool
-	Draft                          bool
 	Drives                         []DriveInfo
 	TotalBytes                     uint64 // what files could occupy if all segments were rows (metadata taken off)
 	FreeBytes                      uint64 // unassigned segments
@@ -143,7 +141,7 @@ func (v *Volume) Info() Info {
 	v.applyMu.Unlock()
 	i := Info{
 		UUID: v.uuid, Label: v.name, Epoch: v.epoch, Nonce: v.nonce, Width: v.width,
-		SegmentBytes: uint64(v.segmentUnits) * ondisk.BlockBytes, ReadOnly: v.readOnly, Draft: v.draft,
+		SegmentBytes: uint64(v.segmentUnits) * ondisk.BlockBytes, ReadOnly: v.readOnly,
 		JournalBytes: v.journal.Blocks * ondisk.BlockBytes, JournalUsedBytes: used * ondisk.BlockBytes,
 		Checkpoints: v.checkpoints.Load(), Transactions: v.transactions.Load(), DamagedBlocks: v.damaged.Load(),
 	}

@@ -136,7 +136,6 @@ func TestLifeOfAVolume(t *testing.T) {
 	plan := format(t, set.Drives(), extentmap.FormatOptions{Label: "kv0"})
 	require.Equal(t, 4, plan.Width)
 	v := open(t, set.Drives(), extentmap.Options{})
-	require.True(t, v.Info().Draft)
 	p := createPool(t, v, spec("llama", 3))
 	again, ticket, err := v.CreatePool(spec("llama", 3))
 	require.NoError(t, err)

@@ -61,7 +61,6 @@ TUTTIFS_SIZE(tuttifs_span, 16);
 
 /* Hello flags in tuttifs_hello.state. */
 #define TUTTIFS_STATE_READ_ONLY 1 /* the volume is mounted read-only */
-#define TUTTIFS_STATE_DRAFT 2 /* the on-disk format is a draft: images may not be readable by later versions */
 
 /* struct tuttifs_hello describes mount and volume. It needs no session. */
 struct tuttifs_hello {

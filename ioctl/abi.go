@@ -62,7 +62,6 @@ type Span struct {
 // Hello flags in Hello.State.
 const (
 	StateReadOnly = 1 << 0 // the volume is mounted read-only
-	StateDraft    = 1 << 1 // the on-disk format is a draft: images may not be readable by later versions
 )
 
 // Hello describes mount and volume. It needs no session.

@@ -151,9 +151,6 @@ func (d *infoDocument) print(e *env) {
 	if d.ReadOnly {
 		marks = append(marks, "read-only")
 	}
-	if d.Draft {
-		marks = append(marks, "draft format")
-	}
 	if d.Degraded {
 		marks = append(marks, "degraded")
 	}

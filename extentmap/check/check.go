@@ -27,6 +27,8 @@ import (
 var (
 	// ErrNotVolume: no drive has a readable label, or no superblock is left: there is nothing to check.
 	ErrNotVolume = errors.New("check: not a tuttifs volume, or damaged beyond finding it")
+	// ErrDraft: the volume is from before the format was frozen.
+	ErrDraft = errors.New("check: made before the format was frozen; make the volume anew with tuttifs mkfs --force")
 	// ErrNewer: the volume needs a newer version of this program.
 	ErrNewer = errors.New("check: format not understood by this version")
 )

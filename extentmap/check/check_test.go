@@ -2,8 +2,12 @@ package check_test
 
 import (
 	"bytes"
+	"compress/gzip"
 	"context"
+	"fmt"
+	"io"
 	"math/rand/v2"
+	"os"
 	"strings"
 	"testing"
 
@@ -548,6 +552,32 @@ func TestNewerFormat(t *testing.T) {
 		_, _, err := run(t, maptest.FromImages(images).Drives(), check.Options{})
 		require.ErrorIs(t, err, check.ErrNewer)
 		require.ErrorContains(t, err, "mem1")
+	}
+	images := usedImages(t)
+	relabel(t, images[1], func(l *ondisk.Label) { l.Incompat = ondisk.FeatureDraft })
+	_, _, err := run(t, maptest.FromImages(images).Drives(), check.Options{Repair: yes})
+	require.ErrorIs(t, err, check.ErrDraft)
+	require.ErrorContains(t, err, "mem1")
+}
+
+// TestGoldenImagesAreClean: the images that are kept with the code are judged as when they were made.
+func TestGoldenImagesAreClean(t *testing.T) {
+	for name, clean := range map[string]bool{"clean": true, "crashed": false} {
+		var images [][]byte
+		for i := range 2 {
+			f, err := os.Open(fmt.Sprintf("../testdata/%s-%d.img.gz", name, i))
+			require.NoError(t, err)
+			r, err := gzip.NewReader(f)
+			require.NoError(t, err)
+			b, err := io.ReadAll(r)
+			require.NoError(t, err)
+			require.NoError(t, f.Close())
+			images = append(images, b)
+		}
+		result := requireClean(t, maptest.FromImages(images).Drives(), check.Options{})
+		require.Equal(t, clean, result.Clean, name)
+		require.NotZero(t, result.Files)
+		require.Zero(t, label(t, images[0]).Incompat)
 	}
 }
 

@@ -181,6 +181,9 @@ func (c *checker) readLabels(d drive.Drive) (m *member, none error, err error) {
 		last = readLabelCopy(d, l.Units-1) // a drive that grew has it inside
 	}
 	for _, copy := range []labelCopy{first, last} {
+		if errors.Is(copy.err, ondisk.ErrDraft) {
+			return nil, nil, fmt.Errorf("%w: %s", ErrDraft, d.Name())
+		}
 		if errors.Is(copy.err, ondisk.ErrVersion) || errors.Is(copy.err, ondisk.ErrFeature) {
 			return nil, nil, fmt.Errorf("%w: %s: %w", ErrNewer, d.Name(), copy.err)
 		}

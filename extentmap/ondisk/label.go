@@ -14,11 +14,11 @@ const Version = 1
 // Feature bits. An unknown compatible bit is kept and means nothing; an unknown read-only-compatible one forbids
 // writing; an unknown incompatible one forbids mounting. docs/format.md, section 15, says which kind an addition needs.
 const (
-	// FeatureDraft (incompatible): the format is not frozen yet.
+	// FeatureDraft (incompatible): written before version 1 was frozen. Never used again.
 	FeatureDraft uint64 = 1 << 0
 
 	KnownROCompat uint64 = 0
-	KnownIncompat uint64 = FeatureDraft
+	KnownIncompat uint64 = 0
 )
 
 // DriveState is a member's state in the member table.
@@ -179,6 +179,9 @@ func DecodeLabel(b []byte, unit uint64) (*Label, error) {
 	}
 	if l.Version != Version {
 		return l, fmt.Errorf("%w: %d (this version reads %d)", ErrVersion, l.Version, Version)
+	}
+	if l.Incompat&FeatureDraft != 0 {
+		return l, ErrDraft
 	}
 	if x := l.Incompat &^ KnownIncompat; x != 0 {
 		return l, fmt.Errorf("%w: bits %#x", ErrFeature, x)

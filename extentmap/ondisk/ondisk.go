@@ -39,6 +39,8 @@ var (
 	ErrVersion = errors.New("ondisk: newer format version")
 	// ErrFeature: an incompatible feature bit that this version does not know.
 	ErrFeature = errors.New("ondisk: unknown incompatible feature")
+	// ErrDraft: a volume from before the format was frozen, which had no promise to be read later.
+	ErrDraft = errors.New("ondisk: a draft of the format")
 	// ErrField: the checksum is right and a field is not: out of range, or reserved and not zero.
 	ErrField = errors.New("ondisk: invalid field")
 	// ErrShort: the bytes end inside an entry.

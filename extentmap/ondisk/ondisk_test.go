@@ -11,7 +11,7 @@ import (
 
 func testLabel() *Label {
 	l := &Label{
-		Version: Version, Compat: 0xf0, Incompat: FeatureDraft, Unit: 0, Volume: [16]byte{1}, Drive: [16]byte{2},
+		Version: Version, Compat: 0xf0, Unit: 0, Volume: [16]byte{1}, Drive: [16]byte{2},
 		Index: 1, Width: 2, LBAShift: 12, Clean: true, Units: 16384,
 		Region: Region{SuperblockUnit: 1, JournalUnit: 3, JournalBlocks: 256, CatalogUnit: 259, CatalogBlocks: 70,
 			SegmentUnit: 448, SegmentUnits: 64, Segments: 248},
@@ -207,6 +207,12 @@ func TestLabelVersions(t *testing.T) {
 	l.Encode(b)
 	got, err = DecodeLabel(b, 0)
 	require.ErrorIs(t, err, ErrFeature)
+	require.Equal(t, uint16(1), got.Index)
+	l = testLabel()
+	l.Incompat = FeatureDraft
+	l.Encode(b)
+	got, err = DecodeLabel(b, 0)
+	require.ErrorIs(t, err, ErrDraft)
 	require.Equal(t, uint16(1), got.Index)
 	l = testLabel()
 	l.Compat, l.ROCompat = ^uint64(0), 1<<5
