@@ -88,6 +88,13 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 		say("abort", issue(c, ioctl.CmdAbort, &ioctl.Abort{Target: pool, Reserve: 10}, 0))
 		commit := ioctl.Commit{Target: pool, Reserve: 11}
 		say("commit", issue(c, ioctl.CmdCommit, &commit, 0))
+		// Promise a: a file is visible when its record is durable, and to nobody before.
+		look := ioctl.Peek{Target: pool, Keys: keys(a, 1)}
+		ioctl.View[[32]byte](a.Arena, look.Keys)[0] = key(101)
+		say("look", issue(c, ioctl.CmdPeek, &look, 0))
+		if look.Count != 0 {
+			say("is visible", ioctl.EIO)
+		}
 		x := ioctl.Extents{Target: pool, Slot: grant.Slot, Extents: ioctl.Span{Bytes: 4096}}
 		say("extents", issue(c, ioctl.CmdExtents, &x, 0))
 		bad := ioctl.ReportBad{Target: pool, Slot: grant.Slot, Generation: grant.Generation}
@@ -126,10 +133,14 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{"hello", "drives", "peek", "pin", "release", "reserve", "reserve", "abort", "commit",
-		"extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "ticket", "ticket", "ticket",
+		"look", "extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "ticket", "ticket", "ticket",
 		"ticket"}, said)
 	thaw()
 	for _, id := range tickets {
 		require.Equal(t, uint32(ioctl.TicketDone), c.wait(id).State)
 	}
+	look := ioctl.Peek{Target: pool, Keys: keys(a, 1)}
+	ioctl.View[[32]byte](a.Arena, look.Keys)[0] = key(101)
+	require.Zero(t, issue(c, ioctl.CmdPeek, &look, 0))
+	require.EqualValues(t, 1, look.Count)
 }

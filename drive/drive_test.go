@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"sync"
 	"testing"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
@@ -256,6 +257,49 @@ func TestProbes(t *testing.T) {
 	require.False(t, open(t, newFile(t, tmpfsDir(t)), Options{}).Direct(), "tmpfs accepts O_DIRECT and ignores it")
 	require.False(t, open(t, newFile(t, t.TempDir()), Options{Buffered: true}).Direct())
 	require.Equal(t, 4096, open(t, newFile(t, t.TempDir()), Options{LBABytes: 4096}).LBABytes())
+}
+
+// TestDirectLeavesNoPages: what goes by direct I/O, in blocks or not, leaves nothing in the page cache.
+func TestDirectLeavesNoPages(t *testing.T) {
+	path := newFile(t, t.TempDir())
+	d := open(t, path, Options{})
+	if !d.Direct() {
+		t.Skip("no direct I/O in the temporary directory")
+	}
+	r := rand.New(rand.NewPCG(5, 6))
+	for range 200 {
+		p := randomBytes(r, 1+r.IntN(20_000))
+		off := r.Int64N(testBytes - int64(len(p)))
+		require.NoError(t, d.WriteAt(p, off))
+		require.NoError(t, d.ReadAt(p, off))
+		whole := AlignedBuffer(64 << 10)
+		require.NoError(t, d.WriteAt(whole, int64(r.IntN(32))<<16))
+		require.NoError(t, d.ReadAt(whole, int64(r.IntN(32))<<16))
+	}
+	require.Zero(t, cachedPages(t, path))
+	kept, err := os.ReadFile(path) // as everybody else reads
+	require.NoError(t, err)
+	require.Len(t, kept, testBytes)
+	require.Positive(t, cachedPages(t, path), "pages in the cache are seen")
+}
+
+// cachedPages counts the pages of a file in the page cache.
+func cachedPages(t *testing.T, path string) (n int) {
+	t.Helper()
+	f, err := os.Open(path)
+	require.NoError(t, err)
+	defer f.Close()
+	m, err := unix.Mmap(int(f.Fd()), 0, testBytes, unix.PROT_READ, unix.MAP_SHARED)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, unix.Munmap(m)) }()
+	resident := make([]byte, testBytes/os.Getpagesize())
+	_, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[0])), uintptr(len(m)),
+		uintptr(unsafe.Pointer(&resident[0])))
+	require.Zero(t, errno)
+	for _, page := range resident {
+		n += int(page & 1)
+	}
+	return n
 }
 
 // TestBytesAreTheFile: what is addressed and what system calls reach is the same.
