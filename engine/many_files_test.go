@@ -32,7 +32,7 @@ const (
 
 // TestManyFiles (promises i, k): with 256 descriptors for the daemon and as many for the engine, a hundred thousand
 // files are stored, restored, listed and read through the mount; some are removed and stored again. Neither has more
-// descriptors in the end than after the first chain, and the daemon's memory grows by what the index of the files takes.
+// descriptors in the end than after the first chain, and the daemon's memory grows by what their index takes.
 // The daemon's CPU time for the first and the last chains is in the log: it stays the same.
 func TestManyFiles(t *testing.T) {
 	files := manyFiles

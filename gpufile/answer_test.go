@@ -90,8 +90,8 @@ func TestLookupsHoldNothing(t *testing.T) {
 	checkPool(t, p)
 }
 
-// TestIdentitiesShareNothing is invariant (c): a pool whose identity differs in one field, whichever it is, hits nothing
-// of another's under the same keys, and cannot be opened in its place.
+// TestIdentitiesShareNothing is invariant (c): a pool whose identity differs in one field, any of them, hits nothing of
+// another under the same keys, and cannot be opened in its place.
 func TestIdentitiesShareNothing(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
 	p := w.pool("base", 1, nil)
