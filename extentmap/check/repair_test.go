@@ -251,3 +251,26 @@ func requireMountable(t testing.TB, original contents, drives []drive.Drive) {
 	requireSubset(t, original, read(t, v))
 	require.NoError(t, v.Close())
 }
+
+// TestDamageSparesTheOthers: a mount of what nobody has repaired is not refused for one file's sake, nor for a table's
+// block or its copies. The file is a miss, and so is what a lost block held; all others are there, byte for byte.
+func TestDamageSparesTheOthers(t *testing.T) {
+	images := usedImages(t)
+	original := mounted(t, maptest.FromImages(images).Drives())
+	tried := 0
+	for _, d := range damages() {
+		if d.structure != "record" && d.structure != "record table" && d.structure != "object" {
+			continue
+		}
+		tried++
+		t.Run(d.name, func(t *testing.T) {
+			spoilt := cloneImages(images)
+			d.spoil(t, spoilt)
+			now := mounted(t, maptest.FromImages(spoilt).Drives())
+			requireSubset(t, original, now)
+			require.LessOrEqual(t, now.damaged, 1)
+			require.GreaterOrEqual(t, len(now.files)+max(1, lost[d.name]), len(original.files))
+		})
+	}
+	require.Greater(t, tried, 10)
+}
