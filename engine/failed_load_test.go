@@ -15,8 +15,8 @@ import (
 
 // TestFailedLoadIsNotStored (promises h, m): a step of two ranks restores a prefix of which one object is damaged, and
 // has reserved what it computes from it. The rank whose load failed aborts; whether the other has committed before or
-// does afterwards, it is told, and nothing of the step is stored. The damaged file is evicted, stored anew, and the whole
-// chain is right.
+// does afterwards, it is told, and nothing of the step is stored. The damaged file is evicted and stored anew, and then
+// the whole chain is right.
 func TestFailedLoadIsNotStored(t *testing.T) {
 	for _, other := range []string{"commits before", "commits afterwards"} {
 		t.Run(other, func(t *testing.T) {
