@@ -52,7 +52,7 @@ func TestFailedLoadIsNotStored(t *testing.T) {
 			}
 			require.NoError(t, u.pool.Abort(3))
 			if other == "commits before" {
-				require.Error(t, rank1.pool.control.ticket(commit.Ticket))
+				require.ErrorIs(t, rank1.pool.control.ticket(commit.Ticket), ErrNotFound)
 			} else {
 				require.ErrorIs(t, rank1.pool.Commit(3, 1), ErrNotFound)
 			}

@@ -49,6 +49,15 @@ func TestPinsAnswerTheSame(t *testing.T) {
 	require.NoError(t, err)
 	require.Zero(t, n, "another request finds what there is now")
 	checkPool(t, p)
+
+	// What finds nothing is not remembered.
+	require.NoError(t, scheduler.Release(g, 1))
+	pin(scheduler, 0)
+	require.ErrorIs(t, scheduler.Release(g, 1), ErrNotFound)
+	require.NoError(t, store(t, other, g, 0, items[:1]))
+	pin(scheduler, 6)
+	require.NoError(t, scheduler.Release(g, 1))
+	checkPool(t, p)
 }
 
 // TestLookupsHoldNothing is invariant (i): engines that look prompts up and go away, or let their pins run out, leave

@@ -273,7 +273,8 @@ struct tuttifs_lease {
 int tuttifs_peek(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, uint64_t count, uint64_t *found);
 
 /* Leases the longest stored prefix for reading: leases[0 .. *pinned) are written. leases has room for count. request is
- * the caller's, unique in the session while pinned; the same call again answers the same. */
+ * the caller's, unique in the session while pinned; the same call again, by whatever process of the session, answers the
+ * same. One that finds nothing keeps nothing, and has nothing to be released: other ranks do not ask again then. */
 int tuttifs_pin(tuttifs_pool_t pool, uint32_t tenant, uint64_t request, const uint8_t *keys, uint64_t count,
                 struct tuttifs_lease *leases, uint64_t *pinned);
 

@@ -293,7 +293,8 @@ struct tuttifs_grant {
 TUTTIFS_SIZE(tuttifs_grant, 40);
 
 /* struct tuttifs_pin leases the longest present prefix of keys for reading. A second PIN with one
- * request id answers the same. */
+ * request id answers the same, for all processes of the session, until it is released. One that
+ * finds nothing keeps nothing: the next may find something. */
 struct tuttifs_pin {
 	struct tuttifs_header header;
 	struct tuttifs_target target;

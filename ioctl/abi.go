@@ -297,7 +297,8 @@ type Grant struct {
 	Reserved   [7]uint8
 }
 
-// Pin leases the longest present prefix of keys for reading. A second PIN with one request id answers the same.
+// Pin leases the longest present prefix of keys for reading. A second PIN with one request id answers the same, for all
+// processes of the session, until it is released. One that finds nothing keeps nothing: the next may find something.
 type Pin struct {
 	_             structs.HostLayout
 	Header        Header
