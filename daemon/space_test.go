@@ -275,6 +275,7 @@ type spaceTest struct {
 	images  []drive.Drive // copies of them
 	copying sync.RWMutex
 	engines []*fillerProcess
+	last    []string // orders with everything pinned, and what came of them
 }
 
 type fillerProcess struct {
@@ -401,6 +402,19 @@ func (x *spaceTest) sample() (r spaceReport) {
 	return r
 }
 
+// String is what a wrong count is to be understood by: the budget, and what the pools make of it.
+func (x *spaceTest) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "volume %+v\nspace %+v\n", x.w.volume.Info(), x.w.store.Space())
+	for _, p := range x.w.store.Pools() {
+		m := p.Map()
+		fmt.Fprintf(&b, "pool %s: %d rows of %d slots, may grow: %v, unassigned for it: %d, %+v\n", p.Name(), len(m.Rows()),
+			m.SlotsPerRow(), m.MayGrow(), m.Unassigned(), p.Stats())
+	}
+	b.WriteString(strings.Join(x.last, "\n"))
+	return b.String()
+}
+
 // agree compares df, the statistics and the drives, to the block. With data every object is verified, too.
 func (x *spaceTest) agree(data bool) spaceReport {
 	t := x.t
@@ -471,7 +485,7 @@ func TestSpace(t *testing.T) {
 		r := x.order(func(i int) string {
 			return fmt.Sprintf("store %s %d", pool(i), capacity/spaceChain/spaceEngines+1)
 		})
-		require.Zero(t, r.Refused)
+		require.Zero(t, r.Refused, "%v", x)
 		stored += r.Stored
 		s := x.agree(false)
 		require.Equal(t, before.Files, s.Stats["minimum"].Files, "the others take nothing of its minimum")
@@ -487,6 +501,8 @@ func TestSpace(t *testing.T) {
 	all := func(verb string, n int) (sum spaceReport) {
 		for _, pool := range spacePools {
 			r := x.order(func(int) string { return fmt.Sprintf("%s %s %d", verb, pool, n) })
+			x.last = append(x.last, fmt.Sprintf("%s %s %d: %d files stored, %d refused, %d pinned", verb, pool, n, r.Stored,
+				r.Refused, r.Pinned))
 			sum.Pinned += r.Pinned
 			sum.Stored += r.Stored
 			sum.Refused += r.Refused
@@ -498,14 +514,14 @@ func TestSpace(t *testing.T) {
 		left = all("store", 1).Stored
 	}
 	r := all("store", 3)
-	require.Equal(t, [2]int{0, 3 * spaceEngines * len(spacePools)}, [2]int{r.Stored, r.Refused})
+	require.Equal(t, [2]int{0, 3 * spaceEngines * len(spacePools)}, [2]int{r.Stored, r.Refused}, "%v", x)
 	s := x.agree(false)
 	for name, st := range s.Stats {
 		require.Equal(t, st.Files, st.FilesPinned, "%s: all is pinned", name)
 	}
 	all("release", 0)
 	r = all("store", 2)
-	require.Equal(t, [2]int{2 * spaceChain * spaceEngines * len(spacePools), 0}, [2]int{r.Stored, r.Refused})
+	require.Equal(t, [2]int{2 * spaceChain * spaceEngines * len(spacePools), 0}, [2]int{r.Stored, r.Refused}, "%v", x)
 	stop()
 	s = x.agree(true)
 	t.Logf("%d files of %d stored: %d are there, %d were evicted", stored, capacity,

@@ -554,15 +554,32 @@ func (p *Pool) AddRow() (*Ticket, error) {
 // durable yet, so that a full pool need not wait at every store.
 func capSlack(maxSlots uint32) uint32 { return min(maxSlots/32+1, 8192) }
 
+// atMaximum says that the pool's maximum allows no more rows. Volume.mu.
+func (p *Pool) atMaximum() bool {
+	return p.limits.maxBytes != 0 && uint64(p.rowCount-p.away+1)*p.rowBytes() > p.limits.maxBytes
+}
+
+// atCap says that the pool has rows for all the files that it may have. Volume.mu.
+func (p *Pool) atCap() bool {
+	return p.limits.maxSlots != 0 && (p.rowCount-p.away)*p.slotsPerRow >= p.limits.maxSlots+capSlack(p.limits.maxSlots)
+}
+
+// MayGrow says whether the pool's own limits allow one more row, wherever it comes from.
+func (p *Pool) MayGrow() bool {
+	p.v.mu.Lock()
+	defer p.v.mu.Unlock()
+	return !p.atMaximum() && !p.atCap()
+}
+
 // prepareRow assigns number and space to a pending row.
 func (p *Pool) prepareRow() (*row, error) {
 	v := p.v
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	switch {
-	case p.limits.maxBytes != 0 && uint64(p.rowCount-p.away+1)*p.rowBytes() > p.limits.maxBytes:
+	case p.atMaximum():
 		return nil, fmt.Errorf("%w: pool %s is at its maximum", ErrNoSpace, p.spec.Name)
-	case p.limits.maxSlots != 0 && (p.rowCount-p.away)*p.slotsPerRow >= p.limits.maxSlots+capSlack(p.limits.maxSlots):
+	case p.atCap():
 		return nil, fmt.Errorf("%w: pool %s has rows for all the files that it may have", ErrNoSpace, p.spec.Name)
 	case !v.catalogHasRoom(ondisk.RowEntrySize(v.width)):
 		return nil, fmt.Errorf("%w: the catalog has no room for another row", ErrNoSpace)

@@ -35,12 +35,6 @@ func (p *Pool) mayGive() bool {
 	return rows > 0 && (rows-1)*p.m.RowBytes() >= p.m.Spec().MinBytes
 }
 
-// mayGrow says whether the pool's maximum allows one more row.
-func (p *Pool) mayGrow() bool {
-	limit := p.m.Spec().MaxBytes
-	return limit == 0 || (p.rows()+1)*p.m.RowBytes() <= limit
-}
-
 // hasSpare says whether the pool's free slots make up a row: it can do with one less. Rows that it has just asked for
 // do not count: it is about to fill them. No mutex is needed.
 func (p *Pool) hasSpare() bool {
@@ -73,11 +67,21 @@ type wish struct {
 
 // wantRow asks for a row of another pool and reports whether one may come. p's mutex is held.
 func (s *Store) wantRow(p *Pool, kind wishKind, slots int) bool {
-	if no := &p.growth.refused[kind]; slots >= no.slots && s.now().Before(no.until) || !p.mayGrow() {
+	if !p.m.MayGrow() {
+		return false
+	}
+	giving := s.giving.Load()
+	if giving && kind == wishNeed {
+		return true // whatever was refused before: that row is for who asks first
+	}
+	if no := &p.growth.refused[kind]; slots >= no.slots && s.now().Before(no.until) {
 		return false
 	}
 	for _, q := range s.set.Load().list {
 		if q != p && q.mayGive() && (kind != wishSpare || q.hasSpare()) {
+			if giving {
+				return true
+			}
 			select {
 			case s.wishes <- wish{p, kind, slots}:
 			default: // one is being given already
@@ -96,16 +100,34 @@ func (s *Store) workRows() {
 		case <-s.quit:
 			return
 		case w := <-s.wishes:
-			given := s.give(w)
-			w.p.mu.Lock()
-			g := &w.p.growth
-			g.full = false
-			g.refused[w.kind] = refusal{}
-			if !given {
-				g.refused[w.kind] = refusal{w.slots, s.now().Add(givePause)}
+			if able, given := s.give(w); given {
+				s.rowGiven(w)
+			} else {
+				w.p.mu.Lock()
+				w.p.growth.full = false
+				w.p.growth.refused[w.kind] = refusal{able + 1, s.now().Add(givePause)}
+				w.p.mu.Unlock()
 			}
-			w.p.mu.Unlock()
+			s.giving.Store(false) // after the refusals have gone, so that nobody is refused a row that is there
 		}
+	}
+}
+
+// rowGiven lets all pools ask the volume for the row that one has given back. The wish that came meanwhile is
+// forgotten: whoever still lacks something asks again, and knows of this row then.
+func (s *Store) rowGiven(w wish) {
+	select {
+	case <-s.wishes:
+	default:
+	}
+	for _, p := range s.set.Load().list {
+		p.mu.Lock()
+		p.growth.full = false
+		p.growth.refused[wishNeed] = refusal{}
+		if p == w.p {
+			p.growth.refused[w.kind] = refusal{}
+		}
+		p.mu.Unlock()
 	}
 }
 
@@ -117,11 +139,13 @@ type donor struct {
 }
 
 // give makes another pool give a row back: one with a row to spare, else the one whose files have been idle for
-// longest. Nobody gives towards what all of them together cannot.
-func (s *Store) give(w wish) bool {
+// longest. Nobody gives towards what all of them together cannot: able is how many slots fewer could be made.
+func (s *Store) give(w wish) (able int, given bool) {
 	donors := s.donors(w)
-	if w.kind == wishNeed && !enough(w, donors) {
-		return false
+	if w.kind == wishNeed {
+		if able = makeable(w, donors); able < w.slots {
+			return able, false
+		}
 	}
 	slices.SortFunc(donors, func(a, b donor) int {
 		switch {
@@ -138,10 +162,10 @@ func (s *Store) give(w wish) bool {
 			limit = int(d.q.m.SlotsPerRow() - d.q.m.SlotsPerRow()/spareShare)
 		}
 		if d.q.giveRow(limit) {
-			return true
+			return 0, true
 		}
 	}
-	return false
+	return 0, false
 }
 
 func (s *Store) donors(w wish) (donors []donor) {
@@ -166,20 +190,23 @@ func (s *Store) donors(w wish) (donors []donor) {
 	return donors
 }
 
-// enough says whether the rows that donors could empty, together with what no pool has, make the slots that a pool
-// needs. What no pool has may be in pieces that make no row: then a row of others may join them.
-func enough(w wish, donors []donor) bool {
-	per := int(w.p.m.SlotsPerRow())
-	need := int64((w.slots+per-1)/per) * int64(w.p.rowCost())
-	need = max(need-int64(w.p.m.Unassigned()), 1)
+// makeable is how many slots the rows that donors could empty make, together with what no pool has, as far as a pool
+// needs them. What no pool has may be in pieces that make no row: then a row of others may join them.
+func makeable(w wish, donors []donor) int {
+	per, row := int(w.p.m.SlotsPerRow()), int64(w.p.rowCost())
+	unassigned := int64(w.p.m.Unassigned())
+	need, given := max(int64((w.slots+per-1)/per)*row-unassigned, 1), int64(0)
 	for _, d := range donors {
-		if need <= 0 {
+		if given >= need {
 			break
 		}
 		cost := int64(d.q.rowCost())
-		need -= d.q.emptiable((need+cost-1)/cost) * cost
+		given += d.q.emptiable((need-given+cost-1)/cost) * cost
 	}
-	return need <= 0
+	if given == 0 {
+		return 0
+	}
+	return int((unassigned+given)/row) * per
 }
 
 // oldestUse is when the file that would be evicted next was stored or hit, in Unix seconds; 0 in an empty pool.
@@ -202,6 +229,7 @@ func (q *Pool) giveRow(limit int) bool {
 	q.mu.Lock()
 	row, ok := q.emptyRow(limit)
 	if ok {
+		q.s.giving.Store(true)
 		q.growth.draining = row
 		q.flushFrees()
 	}

@@ -11,7 +11,7 @@ import (
 const (
 	// growRows bounds the rows on their way at one time.
 	growRows = 64
-	// growPause is how long a pool that was refused a row waits before it asks again, unless a row was given back.
+	// growPause is how long a pool that was refused a row waits before it asks again, unless some pool gave one back.
 	growPause = 100 * time.Millisecond
 	// Free slots are kept ahead of need: 1/aheadShare of a pool's slots, at most aheadMax.
 	aheadShare = 64
@@ -31,7 +31,7 @@ type growth struct {
 	parked   []uint32
 }
 
-// refusal is a wish for slots, or for more, that is not heard again for a while.
+// refusal is a wish for slots, or for more, that is not heard again for a while, unless a row is given back.
 type refusal struct {
 	slots int
 	until time.Time
@@ -104,6 +104,9 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	}
 	if lack > 0 && p.s.wantRow(p, wishNeed, cut) {
 		return cut, ErrAgain // another pool is giving a row back
+	}
+	if able := p.growth.refused[wishNeed].slots - 1; able > 0 && able < cut {
+		cut -= able // with so many less, the others can give what is left
 	}
 	return cut, ErrNoSpace
 }

@@ -1,11 +1,15 @@
 package gpufile
 
 import (
+	"errors"
+	"sync"
 	"testing"
 	"time"
 
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/drive"
 	"tuttifs/extentmap"
 )
 
@@ -88,29 +92,130 @@ func TestPinsInAllRows(t *testing.T) {
 	a := w.pool("a", 1, nil)
 	b := w.pool("b", 1, nil)
 	w.fill(a, 0)
-	rows, held := a.m.Rows(), 0
-	a.mu.Lock()
-	for i, r := range rows {
-		if i == 0 {
-			continue // one can go
-		}
-		for slot := r.Number * a.m.SlotsPerRow(); ; slot++ {
-			if a.nodes.s[slot].is(flagVisible) {
-				a.pin(slot)
-				defer a.drop(slot)
-				break
-			}
-		}
-		held++
+	slots := pinRows(a) // one row can go
+	for _, slot := range slots {
+		defer a.drop(slot)
 	}
-	a.mu.Unlock()
-	require.Greater(t, held, 2)
+	require.Greater(t, len(slots), 2)
 	before := a.Stats()
 	m, g := w.member(), w.s.GroupOfPool(b.ID())
 	_, err := reserve(t, m, g, 0, 1, chainItems(chainKeys(9000, 3*int(b.m.SlotsPerRow()))))
 	require.ErrorIs(t, err, ErrNoSpace)
 	require.Equal(t, before.Evicted, a.Stats().Evicted)
 	checkPool(t, a)
+}
+
+// pinRows pins a file in each row but the first, and returns their slots.
+func pinRows(p *Pool) (pinned []uint32) {
+	rows := p.m.Rows()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, r := range rows[1:] {
+		for slot := r.Number * p.m.SlotsPerRow(); slot < (r.Number+1)*p.m.SlotsPerRow(); slot++ {
+			if p.nodes.s[slot].is(flagVisible) {
+				p.pin(slot)
+				pinned = append(pinned, slot)
+				break
+			}
+		}
+	}
+	return pinned
+}
+
+// TestPartOfWhatIsWanted: a reservation that may be shortened gets what the others can give, if not all of it.
+func TestPartOfWhatIsWanted(t *testing.T) {
+	w := newWorld(t, 2, 8*mib, Options{NoIO: true})
+	a, b := w.pool("a", 1, nil), w.pool("b", 1, nil)
+	w.fill(a, 0)
+	for _, slot := range pinRows(a) {
+		defer a.drop(slot)
+	}
+	per, g := int(b.m.SlotsPerRow()), w.s.GroupOfPool(b.ID())
+	grants, err := reserveSome(w.member(), g, 0, 1, chainItems(chainKeys(9000, 3*per)), true)
+	require.NoError(t, err)
+	require.Len(t, grants, per)
+	checkPool(t, a)
+	checkPool(t, b)
+}
+
+// gate is a drive whose writes wait while it is held.
+type gate struct {
+	drive.Drive
+	held *sync.RWMutex
+}
+
+func (d gate) WriteAt(b []byte, off int64) error {
+	d.held.RLock()
+	defer d.held.RUnlock()
+	return d.Drive.WriteAt(b, off)
+}
+
+// TestRowsOnTheirWay: while a row is being given back nobody is told that there is no space, and then all may have it,
+// whatever they were refused before.
+func TestRowsOnTheirWay(t *testing.T) {
+	w := newWorld(t, 2, 8*mib, Options{NoIO: true})
+	w.close()
+	var held sync.RWMutex
+	for i, d := range w.drives {
+		w.drives[i] = gate{d, &held}
+	}
+	w.open()
+	a, b, c := w.pool("a", 1, nil), w.pool("b", 1, nil), w.pool("c", 1, nil)
+	w.fill(a, 0)
+	slots := pinRows(a)
+	for _, slot := range slots {
+		defer a.drop(slot)
+	}
+	first := a.m.Rows()[0].Number * a.m.SlotsPerRow()
+	a.mu.Lock()
+	for !a.nodes.s[first].is(flagVisible) {
+		first++
+	}
+	a.pin(first)
+	a.mu.Unlock()
+	m := w.member()
+	ask := func(p *Pool, id uint64) error { return once(m, w.s.GroupOfPool(p.ID()), id, 4) }
+	// c is refused for as long as the clock stands still.
+	require.Eventually(t, func() bool { return errors.Is(ask(c, 1), ErrNoSpace) }, waitFor, tick)
+	a.drop(first)
+	require.ErrorIs(t, ask(c, 1), ErrNoSpace)
+
+	held.Lock()
+	asked := ask(b, 2)
+	given := assert.Eventually(t, w.s.giving.Load, waitFor, tick)
+	waits := ask(c, 1)
+	held.Unlock()
+	require.ErrorIs(t, asked, ErrAgain)
+	require.True(t, given)
+	require.ErrorIs(t, waits, ErrAgain)
+	var err error
+	require.Eventually(t, func() bool { err = ask(c, 1); return !errors.Is(err, ErrAgain) }, waitFor, tick)
+	require.NoError(t, err)
+	checkPool(t, a)
+	checkPool(t, c)
+}
+
+// TestCappedPoolsTakeNoRows: a pool that has rows for all the files that it may have empties no rows of others.
+func TestCappedPoolsTakeNoRows(t *testing.T) {
+	w := newWorld(t, 2, 8*mib, Options{NoIO: true})
+	a := w.pool("a", 1, nil)
+	per := a.m.SlotsPerRow()
+	b := w.pool("b", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 2*per - 3 })
+	m, g := w.member(), w.s.GroupOfPool(b.ID())
+	for i := range uint64(per) {
+		require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(1<<20+i, 4))))
+	}
+	require.Len(t, b.m.Rows(), 2)
+	require.False(t, b.m.MayGrow())
+	w.fill(a, 0)
+	w.clock = w.clock.Add(time.Hour)
+	before := a.Stats()
+	for i := range uint64(per) {
+		require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(1<<21+i, 4))))
+	}
+	require.Equal(t, before.Evicted, a.Stats().Evicted)
+	require.Len(t, b.m.Rows(), 2)
+	checkPool(t, b)
 }
 
 // TestSpareRowsGoFirst: a pool whose rows are mostly empty gives them up before another evicts its own files, however

@@ -58,6 +58,7 @@ type Store struct {
 	verify  atomic.Pointer[func(*Pool, uint32, checksum.Seed) Verdict]
 	reports chan report
 	wishes  chan wish
+	giving  atomic.Bool // a row is on its way from a pool to the volume
 	wake    chan struct{}
 	quit    chan struct{}
 	workers sync.WaitGroup
