@@ -1,6 +1,7 @@
 package gpufile
 
 import (
+	"encoding/binary"
 	"fmt"
 	"reflect"
 	"testing"
@@ -57,6 +58,59 @@ func TestPinsAnswerTheSame(t *testing.T) {
 	require.NoError(t, store(t, other, g, 0, items[:1]))
 	pin(scheduler, 6)
 	require.NoError(t, scheduler.Release(g, 1))
+	checkPool(t, p)
+}
+
+// TestKeysOfOneTag is invariant (b): of keys that the index cannot tell apart each finds its own file, and one that is
+// not stored finds none, whichever way it is asked for.
+func TestKeysOfOneTag(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{NoIO: true})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	keys := make([]Key, 6)
+	for i := range keys { // one factor of the hash is zero, so that the last eight bytes do not count
+		keys[i] = testKey(1)
+		binary.LittleEndian.PutUint64(keys[i][16:], p.index.secret[2])
+		binary.LittleEndian.PutUint64(keys[i][24:], uint64(i))
+		require.Equal(t, p.index.tag(&keys[0]), p.index.tag(&keys[i]))
+	}
+	const stored = 4
+	var items []ReserveItem
+	for _, k := range keys[:stored] {
+		items = append(items, ReserveItem{Key: k, Tokens: 1})
+	}
+	require.NoError(t, store(t, m, g, 0, items))
+	finds := func(k *Key, want bool) {
+		t.Helper()
+		n, err := m.Peek(g, 0, []Key{*k})
+		require.NoError(t, err)
+		require.Equal(t, want, n == 1)
+		grants := make([]Grant, 1)
+		n, err = m.Pin(g, 0, 1, []Key{*k}, grants)
+		require.NoError(t, err)
+		require.Equal(t, want, n == 1)
+		slot, _, ok := p.Find(k)
+		require.Equal(t, want, ok)
+		if want {
+			require.Equal(t, slot, grants[0].Slot)
+			require.Equal(t, *k, *p.m.RecordKey(slot))
+			require.NoError(t, m.Release(g, 1))
+		}
+	}
+	for i := range keys {
+		finds(&keys[i], i < stored)
+	}
+	checkPool(t, p)
+	require.ErrorIs(t, p.Unlink(&keys[stored]), ErrNotFound)
+	require.NoError(t, p.Unlink(&keys[1]))
+	for i := range keys {
+		finds(&keys[i], i < stored && i != 1)
+	}
+	grants, err := reserve(t, m, g, 0, 2, []ReserveItem{{Key: keys[stored], Parent: keys[1], Tokens: 1, Position: 1}})
+	require.NoError(t, err)
+	require.Equal(t, GrantNew, grants[0].Status)
+	require.NoError(t, m.Abort(g, 2))
 	checkPool(t, p)
 }
 
