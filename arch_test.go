@@ -29,6 +29,7 @@ var rooms = map[string][]string{
 	"nvme":              {},
 	"ioctl":             {},
 	"wear":              {},
+	"slack":             {"drivemodel"},
 	"extentmap/ondisk":  {"stripe"},
 	"extentmap":         {"extentmap/ondisk", "stripe", "drive"},
 	"extentmap/maptest": {"drive"},

@@ -99,19 +99,25 @@ func Parse(b []byte) (*Profile, error) {
 	if len(b) > FileBytesMax {
 		return nil, fmt.Errorf("%w: more than %d bytes", ErrProfile, FileBytesMax)
 	}
-	if err := checkKeys(b); err != nil {
-		return nil, fmt.Errorf("%w: %w", ErrProfile, err)
-	}
 	var p Profile
-	d := json.NewDecoder(bytes.NewReader(b))
-	d.DisallowUnknownFields()
-	if err := d.Decode(&p); err != nil {
+	if err := Decode(b, &p); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrProfile, err)
 	}
 	if err := p.Validate(); err != nil {
 		return nil, err
 	}
 	return &p, nil
+}
+
+// Decode is strict where encoding/json is lenient: b is one object whose fields are all known, under their exact names,
+// each given once and none null, and nothing is behind it. Names have lower-case letters, digits and underscores only.
+func Decode(b []byte, into any) error {
+	if err := checkKeys(b); err != nil {
+		return err
+	}
+	d := json.NewDecoder(bytes.NewReader(b))
+	d.DisallowUnknownFields()
+	return d.Decode(into)
 }
 
 // nestingMax is deeper than any profile.

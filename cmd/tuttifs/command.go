@@ -54,7 +54,7 @@ func newFlags(name string) *pflag.FlagSet {
 var commands = []func() *command{
 	newMkfs, newMount, newUmount, newFsck, newInfo, newStatus, newLs, newPrefixes, newEvict, newScrub,
 	newDriveList, newDriveAdd, newDriveReplace, newDriveForget, newReplay, newTrace, newCost,
-	newProfileDrive,
+	newProfileDrive, newProfileModel,
 	newBenchMeta, newBenchRings, newBenchGPU,
 }
 
