@@ -297,10 +297,12 @@ int tuttifs_reserve(tuttifs_pool_t pool, uint32_t tenant, uint64_t reserve, cons
                     uint64_t count, uint32_t flags, struct tuttifs_lease *leases, uint64_t *granted);
 
 /* Says that this process has written all objects of the ranks, and waits until the files are durable, which is when the
- * last rank of any process has committed. They are visible from then on, and not before. */
+ * last rank of any process has committed. They are visible from then on, and not before. What was computed from a load
+ * of which a slot failed is wrong, although its checksums are right: abort it instead (docs/libtuttifs.md). */
 int tuttifs_commit(tuttifs_pool_t pool, uint64_t reserve, const uint16_t *ranks, uint64_t count);
 
-/* Gives a reservation's uncommitted slots back, for all ranks. */
+/* Gives a reservation's slots back, for all ranks, as long as one of them has not committed: the commits of the others,
+ * begun or to come, are then TUTTIFS_ENOENT. */
 int tuttifs_abort(tuttifs_pool_t pool, uint64_t reserve);
 
 /* Says that a pinned file's bytes are damaged; the daemon looks itself, and evicts it if so. Waits for that. */
@@ -348,7 +350,8 @@ int tuttifs_wait(tuttifs_transfer_t transfer);
 int tuttifs_finish(tuttifs_layers_t layers);
 
 /* One result a slot, 0 or a negative code: codes has room for count of them, the count of tuttifs_layers_open. The last
- * error's text is the first failed slot's, although the call succeeds. *failed is how many failed; it may be NULL. */
+ * error's text is the first failed slot's, although the call succeeds. *failed is how many failed; it may be NULL. The
+ * answer is complete when all transfers have been waited for: ask then, before the layers are closed. */
 int tuttifs_failed(tuttifs_layers_t layers, int32_t *codes, uint64_t count, uint64_t *failed);
 
 /* Waits for what is in flight and gives the layers back, and their transfers. */
