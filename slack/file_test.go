@@ -156,9 +156,11 @@ func TestFingerprint(t *testing.T) {
 	}
 	f = fingerprint()
 	f.Machine.Drives = make([]string, DrivesMax+1)
+	f.Machine.Drives[0] = "a,b" // would be taken for two
 	f.Machine.CPU = "a\nb"
 	require.ErrorContains(t, f.Validate(), "65 drives")
 	require.ErrorContains(t, f.Validate(), `"a\nb"`)
+	require.ErrorContains(t, f.Validate(), "comma")
 }
 
 const timesJSON = `{"layer_times_version": 1, "gpu": "NVIDIA H200", "driver": "580", "seconds": 12.5,

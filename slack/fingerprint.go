@@ -124,6 +124,9 @@ func (f *Fingerprint) Validate() error {
 	if len(f.Machine.Drives) > DrivesMax {
 		errs = append(errs, fmt.Errorf("%w: %d drives, at most %d", ErrTable, len(f.Machine.Drives), DrivesMax))
 	}
+	if slices.ContainsFunc(f.Machine.Drives, func(name string) bool { return strings.Contains(name, ",") }) {
+		errs = append(errs, fmt.Errorf("%w: a drive profile's name has a comma", ErrTable))
+	}
 	texts := append([]string{m.DType, f.Machine.GPU, f.Machine.Driver, f.Machine.PCIe, f.Machine.CPU}, f.Machine.Drives...)
 	for _, text := range texts {
 		if text == "" || len(text) > textBytesMax || strings.ContainsFunc(text, unicode.IsControl) {
