@@ -34,7 +34,7 @@ func smallBenchGPU(t *testing.T, gpus int) *benchGPUOptions {
 		scale: gpuScale{
 			rounds: 1, period: 4 * time.Millisecond, window: time.Millisecond, ours: 10 * time.Millisecond,
 			others: 5 * time.Millisecond, pairs: 2, layers: 2, objects: gpuObjects[:1], gemm: 64,
-			tokens: cuda.BenchQueries, cached: cuda.BenchKeys, heads: 2, kvHeads: 1, steps: 3, stepRows: 8,
+			tokens: cuda.BenchQueries, cached: cuda.BenchKeys, heads: 1, kvHeads: 1, steps: 3, stepRows: 8,
 			commands: 256, tensors: 6000, fileBytes: 1 << 20, memcpyBytes: 1 << 20,
 		},
 	}
