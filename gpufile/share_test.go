@@ -206,15 +206,13 @@ func TestCappedPoolsTakeNoRows(t *testing.T) {
 		require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(1<<20+i, 4))))
 	}
 	require.Len(t, b.m.Rows(), 2)
-	require.False(t, b.m.MayGrow())
 	w.fill(a, 0)
-	w.clock = w.clock.Add(time.Hour)
-	before := a.Stats()
-	for i := range uint64(per) {
-		require.NoError(t, store(t, m, g, 0, chainItems(chainKeys(1<<21+i, 4))))
+	require.True(t, a.mayGive())
+	b.mu.Lock()
+	for kind := range wishKinds {
+		assert.False(t, w.s.wantRow(b, kind, 1), "wish %d", kind)
 	}
-	require.Equal(t, before.Evicted, a.Stats().Evicted)
-	require.Len(t, b.m.Rows(), 2)
+	b.mu.Unlock()
 	checkPool(t, b)
 }
 
