@@ -171,6 +171,9 @@ func (d *Daemon) open() (err error) {
 	d.wear = newWearWatch(d.volume, d.control.engineWrites,
 		func(index uint16) uint64 { return payload.written[index].Load() }, drive.ReadLog, o.Endurance)
 	d.wear.run()
+	for _, index := range d.wear.unrated() {
+		o.Log.Warn("a rating is given for a drive that the volume does not have (-o endurance)", "index", index)
+	}
 	if o.MetricsAddress != "" {
 		if d.metrics, err = serveMetrics(d, o.MetricsAddress); err != nil {
 			return err

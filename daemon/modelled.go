@@ -61,7 +61,8 @@ func (p *DriveProfiles) beginAll(v *extentmap.Volume, log *slog.Logger) error {
 	info := v.Info()
 	for _, index := range slices.Sorted(maps.Keys(p.By)) {
 		if !slices.ContainsFunc(info.Drives, func(d extentmap.DriveInfo) bool { return d.Index == index }) {
-			return fmt.Errorf("daemon: a profile is given for drive %d, which the volume does not have", index)
+			return fmt.Errorf("daemon: a profile is given for drive %d, which the volume does not have: 'tuttifs info DRIVE' "+
+				"lists them", index)
 		}
 	}
 	for i := range info.Drives {

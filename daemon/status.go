@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"cmp"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -375,6 +376,9 @@ type OptionsDocument struct {
 	Degraded            bool         `json:"degraded"` // allowed at the mount
 	DriveTimeoutSeconds float64      `json:"drive_timeout_seconds"`
 	Pollers             int          `json:"pollers"`
+	IO                  string       `json:"io"` // "auto", "uring" or "pread"
+	// Endurance are the drives' ratings, by index, or by "all" for those without one of their own.
+	Endurance map[string]string `json:"endurance"`
 	// DriveProfiles are the names of profiles that drives are held back to, by index, or by "all" for those without one
 	// of their own.
 	DriveProfiles       map[string]string `json:"drive_profiles"`
@@ -398,6 +402,13 @@ func (d *Daemon) optionsDocument() any {
 		SocketDir: o.SocketDir, Xattr: !o.NoXattr, AllowOther: o.AllowOther,
 		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
 		AttrTimeoutSeconds: o.AttrTimeout.Seconds(), DriveProfiles: map[string]string{},
+		IO: string(cmp.Or(o.Backend, "auto")), Endurance: map[string]string{},
+	}
+	if o.Endurance.All.Known() {
+		doc.Endurance["all"] = o.Endurance.All.String()
+	}
+	for index, e := range o.Endurance.Drive {
+		doc.Endurance[strconv.Itoa(int(index))] = e.String()
 	}
 	if a := o.Admission.WithDefaults(); a.Admissions.Selective() {
 		doc.AdmissionMemory = a.FilterBytes

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"time"
 
+	"maps"
+	"slices"
 	"tuttifs/drive"
 	"tuttifs/extentmap"
 	"tuttifs/nvme"
@@ -164,6 +166,7 @@ type wearWatch struct {
 
 	mu      sync.Mutex
 	drives  map[uint16]*driveWear
+	counted time.Time // when the counters were last brought up to date
 	stop    context.CancelFunc
 	workers sync.WaitGroup
 }
@@ -203,9 +206,26 @@ func (w *wearWatch) close() {
 
 // look brings all drives up to date, and has their logs read where it is time.
 func (w *wearWatch) look(now time.Time) {
-	commands, info := w.commands(), w.volume.Info()
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	now = w.count(now)
+	for index, d := range w.drives {
+		if !d.reading && now.Sub(d.readAt) >= logInterval {
+			d.reading, d.readAt = true, now
+			w.workers.Go(func() { w.readLog(index, d, now) })
+		}
+	}
+}
+
+// count brings the counters up to date, and returns now, or the time of the last count if that is later: a tick may
+// have waited. The mutex is held: counters that were read before it was taken could be older than those that were
+// counted, and would look like a new beginning.
+func (w *wearWatch) count(now time.Time) time.Time {
+	if now.Before(w.counted) {
+		now = w.counted
+	}
+	w.counted = now
+	commands, info := w.commands(), w.volume.Info()
 	known := map[uint16]bool{}
 	for i := range info.Drives {
 		index := info.Drives[i].Index
@@ -219,16 +239,25 @@ func (w *wearWatch) look(now time.Time) {
 		d.payload = d.commands.update(commands[index]) + d.copies.update(w.copies(index))
 		d.meta = d.metadata.update(info.Drives[i].MetaWritten)
 		d.meter.Add(now, d.payload+d.meta)
-		if !d.reading && now.Sub(d.readAt) >= logInterval {
-			d.reading, d.readAt = true, now
-			w.workers.Go(func() { w.readLog(index, d, now) })
-		}
 	}
 	for index := range w.drives {
 		if !known[index] {
 			delete(w.drives, index) // forgotten
 		}
 	}
+	return now
+}
+
+// unrated are the indexes of ratings that no drive has: drives come and go, so that is no error.
+func (w *wearWatch) unrated() (indexes []uint16) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, index := range slices.Sorted(maps.Keys(w.ratings.Drive)) {
+		if w.drives[index] == nil {
+			indexes = append(indexes, index)
+		}
+	}
+	return indexes
 }
 
 // readLog reads one drive's log: without the mutex, because a drive may take its time.
@@ -267,6 +296,7 @@ func logLack(err error) string {
 func (w *wearWatch) stats(now time.Time) map[string]DriveWear {
 	w.mu.Lock()
 	defer w.mu.Unlock()
+	now = w.count(now)
 	out := make(map[string]DriveWear, len(w.drives))
 	for index, d := range w.drives {
 		s := DriveWear{PayloadWritten: d.payload, MetadataWritten: d.meta, Capacity: d.capacity,

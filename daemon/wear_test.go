@@ -95,11 +95,15 @@ func TestWearWatch(t *testing.T) {
 	require.InEpsilon(t, 0.36, s.RatedUsed, 1e-3, "36 of 100 GiB, by the drive's own log")
 	require.InEpsilon(t, 64.0/8*60/(365*86400), *s.YearsLeft, 1e-3, "64 GiB at 8 a minute")
 
+	// What is written between two looks shows at once.
+	engines += 1 << 20
+	require.EqualValues(t, 8<<30+1<<20, watch.stats(now)["0"].PayloadWritten)
+
 	// The drive is lost and comes back with a controller that counts anew; its log cannot be read any more.
 	engines = 1 << 30
 	log.err = errors.New("no answer")
 	s = watch.settled(t, now.Add(time.Minute))
-	require.EqualValues(t, 9<<30, s.PayloadWritten)
+	require.EqualValues(t, 9<<30+1<<20, s.PayloadWritten)
 	require.Nil(t, s.Log)
 	require.Equal(t, "no answer", s.LogLack)
 	require.InEpsilon(t, 0.09, s.RatedUsed, 1e-3, "without a log only what this mount wrote is known")

@@ -182,6 +182,9 @@ func exactKey(key string) bool {
 	return true
 }
 
+// ValidName says whether a profile may be called so: 1 to 64 lower-case letters, digits and underscores.
+func ValidName(name string) bool { return name != "" && len(name) <= nameBytesMax && exactKey(name) }
+
 // Encode is the profile's file.
 func (p *Profile) Encode() ([]byte, error) {
 	if err := p.Validate(); err != nil {
@@ -203,7 +206,7 @@ func (p *Profile) Validate() error {
 	if p.Version != Version {
 		bad("profile_version %d; this program knows %d", p.Version, Version)
 	}
-	if p.Name == "" || !exactKey(p.Name) || len(p.Name) > nameBytesMax {
+	if !ValidName(p.Name) {
 		bad("name %.80q: want 1 to %d lower-case letters, digits and underscores", p.Name, nameBytesMax)
 	}
 	if p.Of == "" {

@@ -35,6 +35,7 @@ func TestParsePrices(t *testing.T) {
 	require.Equal(t, want, p)
 	for _, bad := range []string{
 		"", "[]", `{"gpu": 1}`, `{"gpus": "8"}`, `{"gpus": 0}`, `{"gpus": -1}`, `{"ssd_hit_rate": 1.1}`,
+		`{"gpus": 1e16}`, `{"prefill_tokens_per_second": 1e-300}`,
 		`{"write_amplification": 0.9}`, `{"endurance_dwpd": 0}`, `{"gpus": 1} {}`, `{"gpus": 1e999}`,
 	} {
 		_, err := ParsePrices(strings.NewReader(bad))
@@ -54,7 +55,7 @@ func FuzzParsePrices(f *testing.F) {
 			return
 		}
 		for _, c := range p.Costs() {
-			if math.IsNaN(c.Hour) || math.IsNaN(c.Million) || c.Hour < 0 || c.Million < 0 {
+			if !(c.Hour >= 0 && c.Million >= 0) || math.IsInf(c.Hour+c.Million+c.WrittenDay+c.DWPD+c.YearsRated, 0) {
 				t.Fatalf("%s: %+v", text, c)
 			}
 		}

@@ -47,6 +47,14 @@ func ParseEndurance(text string) (Endurance, error) {
 		"14000tbw or 14pbw", ErrInvalid, text)
 }
 
+// String is what ParseEndurance reads.
+func (e Endurance) String() string {
+	if e.Bytes > 0 {
+		return strconv.FormatFloat(e.Bytes/terabyte, 'f', -1, 64) + "tbw"
+	}
+	return strconv.FormatFloat(e.DWPD, 'f', -1, 64) + "dwpd"
+}
+
 // Known says whether there is a rating.
 func (e Endurance) Known() bool { return e.DWPD > 0 || e.Bytes > 0 }
 

@@ -38,12 +38,20 @@ func TestRatings(t *testing.T) {
 	require.Equal(t, Endurance{Bytes: 600e12}, r.Of(2))
 }
 
+// near allows for the rounding of units.
+func near(a, b Endurance) bool {
+	return math.Abs(a.DWPD-b.DWPD) <= 1e-12*a.DWPD && math.Abs(a.Bytes-b.Bytes) <= 1e-12*a.Bytes
+}
+
 func FuzzParseEndurance(f *testing.F) {
 	for _, s := range []string{"1dwpd", "14000 TBW", "0.5pbw", "x"} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, text string) {
 		e, err := ParseEndurance(text)
+		if again, errAgain := ParseEndurance(e.String()); err == nil && (errAgain != nil || !near(e, again)) {
+			t.Fatalf("%q: %v, and %v again: %v", text, e, again, errAgain)
+		}
 		if rated := e.Rated(1e12); (err == nil) != (rated > 0) || math.IsNaN(rated) || math.IsInf(rated, 0) {
 			t.Fatalf("%q: %v, rated %v, %v", text, e, rated, err)
 		}

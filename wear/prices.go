@@ -87,6 +87,12 @@ func (p *Prices) Fields() []Field {
 	}
 }
 
+// Bounds of prices that are not 0: what is computed from numbers within them is finite.
+const (
+	priceMin = 1e-15
+	priceMax = 1e15
+)
+
 // Validate refuses numbers that cannot be.
 func (p *Prices) Validate() error {
 	for _, f := range p.Fields() {
@@ -94,6 +100,8 @@ func (p *Prices) Validate() error {
 		switch {
 		case math.IsNaN(v) || math.IsInf(v, 0) || v < 0:
 			return fmt.Errorf("%w: %s is %v: numbers from 0 on are possible", ErrInvalid, f.Name, v)
+		case v > priceMax || v > 0 && v < priceMin:
+			return fmt.Errorf("%w: %s is %v: numbers from %.0e to %.0e are possible", ErrInvalid, f.Name, v, priceMin, priceMax)
 		case f.kind == positive && v == 0:
 			return fmt.Errorf("%w: %s must be more than 0", ErrInvalid, f.Name)
 		case f.kind == fraction && v > 1:

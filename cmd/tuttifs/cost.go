@@ -116,8 +116,12 @@ func printCosts(e *env, costs []wear.Cost) {
 	fmt.Fprint(w, "VARIANT\tHIT\tTOKENS/S\tGPUS\tGPU $/H\tDRAM $/H\tSSD $/H\tWEAR $/H\tALL $/H\t$/MTOK\tOF RECOMPUTE\n")
 	for i := range costs {
 		c := &costs[i]
-		fmt.Fprintf(w, "%s\t%.1f%%\t%.0f\t%.2f\t%.3f\t%.3f\t%.3f\t%.3f\t%.3f\t%.4f\t%.1f%%\n", c.Variant, 100*c.Hit, c.Tokens,
-			c.GPUs, c.GPUHour, c.DRAMHour, c.SSDHour, c.WearHour, c.Hour, c.Million, 100*c.Million/costs[0].Million)
+		part := "-" // of nothing
+		if costs[0].Million > 0 {
+			part = fmt.Sprintf("%.1f%%", 100*c.Million/costs[0].Million)
+		}
+		fmt.Fprintf(w, "%s\t%.1f%%\t%.0f\t%.2f\t%.3f\t%.3f\t%.3f\t%.3f\t%.3f\t%.4f\t%s\n", c.Variant, 100*c.Hit, c.Tokens,
+			c.GPUs, c.GPUHour, c.DRAMHour, c.SSDHour, c.WearHour, c.Hour, c.Million, part)
 	}
 	w.Flush()
 	for i := range costs {

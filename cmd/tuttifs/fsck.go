@@ -91,6 +91,8 @@ func (o *fsckOptions) validate(args []string) error {
 		return usagef("name a drive of the volume")
 	case o.parallel < 0 || o.parallel > 1024:
 		return usagef("--parallel %d: 1 to 1024", o.parallel)
+	case o.parallel > 0 && !o.data:
+		return usagef("--parallel is for --data")
 	}
 	return nil
 }

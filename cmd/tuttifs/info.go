@@ -79,6 +79,9 @@ func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
 		return err
 	}
 	if o.wear {
+		if err := o.endurance.check(doc.Drives); err != nil {
+			return err
+		}
 		doc.Wear = wearOf(doc.Drives, doc.wear, &o.endurance.Ratings)
 	}
 	switch {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"maps"
 	"slices"
 	"strconv"
 
@@ -15,6 +16,16 @@ type enduranceFlag struct{ wear.Ratings }
 
 func (f *enduranceFlag) Type() string   { return "[INDEX:]RATING" }
 func (f *enduranceFlag) String() string { return "" }
+
+// check refuses ratings of drives that the volume does not have.
+func (f *enduranceFlag) check(drives []daemon.DriveDocument) error {
+	for _, index := range slices.Sorted(maps.Keys(f.Drive)) {
+		if !slices.ContainsFunc(drives, func(d daemon.DriveDocument) bool { return d.Index == index }) {
+			return fmt.Errorf("--endurance: the volume has no drive %d: 'tuttifs info' lists them", index)
+		}
+	}
+	return nil
+}
 
 // wearDocument is one drive's wear.
 type wearDocument struct {
@@ -111,7 +122,12 @@ func printRated(e *env, drives []wearDocument) {
 			years = fmt.Sprintf("%.1f", *d.YearsLeft)
 		}
 		partial = partial || d.Log == nil
-		fmt.Fprintf(w, "%d\t%.0f TB\t%.2f%%\t%s\n", d.Index, d.RatedBytes/1e12, 100*d.RatedUsed, years)
+		rated := d.RatedBytes / 1e12
+		digits := 0
+		if rated < 10 {
+			digits = 2
+		}
+		fmt.Fprintf(w, "%d\t%.*f TB\t%.2f%%\t%s\n", d.Index, digits, rated, 100*d.RatedUsed, years)
 	}
 	w.Flush()
 	e.printf("at the rate of the last hour\n")

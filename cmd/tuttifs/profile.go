@@ -16,6 +16,10 @@ func loadProfile(nameOrFile string) (*drivemodel.Profile, error) {
 	if p, ok := drivemodel.Shipped(nameOrFile); ok {
 		return p, nil
 	}
+	if nameOrFile == "" {
+		return nil, fmt.Errorf("a drive profile has no name: give a FILE, or one of %s",
+			strings.Join(drivemodel.Names(), ", "))
+	}
 	f, err := os.OpenFile(nameOrFile, os.O_RDONLY|unix.O_NONBLOCK, 0) // a pipe would be waited for
 	if err != nil {
 		return nil, fmt.Errorf("%w; it is none of the names %s either", err, strings.Join(drivemodel.Names(), ", "))

@@ -35,8 +35,9 @@ func newProfileDrive() *command {
 	f := newFlags("profile drive")
 	f.BoolVar(&o.write, "write", false, "measure writes too, which OVERWRITES the first --size bytes of each PATH")
 	f.BoolVarP(&o.force, "force", "f", false, "with --write: even if PATH holds something known")
-	f.Var(&o.size, "size", "bytes of PATH that are used at most, and the size of a scratch file")
-	f.DurationVar(&o.limit, "time", o.limit, "how long all measurements of one PATH may take together, `TIME` like 90s")
+	f.Var(&o.size, "size", "bytes of PATH that are used at most, and the size of a scratch file; from 16m")
+	f.DurationVar(&o.limit, "time", o.limit,
+		"how long all measurements of one PATH may take together, `TIME` like 90s; from 10s")
 	f.StringVar(&o.name, "name", "", "`NAME` of the profile (default: that of PATH)")
 	f.StringVarP(&o.output, "output", "o", "", "write the profile to this `FILE`, for mount -o drive_profile=FILE")
 	f.BoolVar(&o.fio, "fio", false, "measure every rate with fio as well, in turns, and compare; takes twice the time")
@@ -117,6 +118,12 @@ func (o *profileDriveOptions) run(ctx context.Context, e *env, args []string) er
 	case o.limit < profileTimeMin || o.limit > profileTimeMax:
 		return usagef("--time is %v, want %v to %v", o.limit, profileTimeMin, profileTimeMax)
 	}
+	if o.name != "" && !drivemodel.ValidName(o.name) {
+		return usagef("--name %q: want 1 to 64 lower-case letters, digits and underscores", o.name)
+	}
+	if err := checkOutput(o.output); err != nil {
+		return err
+	}
 	fio := ""
 	if o.fio {
 		var err error
@@ -146,6 +153,24 @@ func (o *profileDriveOptions) run(ctx context.Context, e *env, args []string) er
 	}
 	for _, m := range doc.Drives {
 		m.print(e)
+	}
+	return nil
+}
+
+// checkOutput says before measuring that a file could not be written afterwards. It makes none.
+func checkOutput(name string) error {
+	if name == "" {
+		return nil
+	}
+	f, err := os.OpenFile(name, os.O_WRONLY|unix.O_NONBLOCK, 0)
+	switch {
+	case err == nil:
+		return f.Close()
+	case !errors.Is(err, os.ErrNotExist):
+		return fmt.Errorf("-o: %w", err)
+	}
+	if err := unix.Access(filepath.Dir(name), unix.W_OK|unix.X_OK); err != nil {
+		return fmt.Errorf("-o %s: its directory: %w", name, err)
 	}
 	return nil
 }

@@ -152,6 +152,9 @@ func (o *profileModelOptions) run(_ context.Context, e *env, args []string) erro
 		doc.Table = t
 		return doc.print(e, o.json)
 	}
+	if err := checkOutput(o.output); err != nil {
+		return err
+	}
 	if t.IO, err = o.facts(kv, profiles); err != nil {
 		return err
 	}
@@ -206,6 +209,9 @@ func (o *profileModelOptions) readTimes() (*slack.Times, error) {
 	return times, nil
 }
 
+// dtypeBytes are the sizes of common types. Others are names that tell tables apart.
+var dtypeBytes = map[string]int{"fp8": 1, "int8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+
 // describe fills in the fingerprint: what flags say, then what the layer times say, then what this machine is.
 func (o *profileModelOptions) describe(t *slack.Table, times *slack.Times) (stripe.Model, stripe.KV,
 	[]*drivemodel.Profile, error) {
@@ -220,6 +226,10 @@ func (o *profileModelOptions) describe(t *slack.Table, times *slack.Times) (stri
 	dtype := o.dtype
 	if dtype == "" {
 		dtype = map[int]string{1: "fp8", 2: "bf16"}[model.DTypeBytes]
+	}
+	if n, known := dtypeBytes[dtype]; known && n != model.DTypeBytes {
+		return model, kv, nil, usagef("--dtype %s has %d bytes an element, and the cache of %s has %d", dtype, n, model.Name,
+			model.DTypeBytes)
 	}
 	f := &t.Fingerprint
 	f.Model = slack.Model{Name: model.Name, Layers: model.Layers, TensorParallel: o.tp, BlockTokens: o.blockTokens,

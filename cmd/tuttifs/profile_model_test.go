@@ -123,7 +123,9 @@ func TestProfileModelRefuses(t *testing.T) {
 		{"--flops 1e15 --hbm 4e12 --harvest 8", 2, `"8" is not BLOCKS:GB/s`},
 		{"--flops 1e15 --hbm 4e12 --harvest 200:50", 2, "200 blocks, want 1 to 132"},
 		{"--flops 1e15 --hbm 4e12 --sm-percent 0", 2, "sm_share_max 0"},
-		{"--flops 1e15 --hbm 4e12 -o " + times + "/x", 1, "saving the table"},
+		{"--flops 1e15 --hbm 4e12 -o " + times + "/x", 1, "not a directory"},
+		{"--flops 1e15 --hbm 4e12 -o " + times + "-none/x", 1, "its directory: no such file"},
+		{"--flops 1e15 --hbm 4e12 --model llama3-8b --dtype fp8", 2, "fp8 has 1 bytes an element"},
 	} {
 		code, out, errs := modelProfiled(t, c.flags)
 		require.Equal(t, c.code, code, c.flags+errs)

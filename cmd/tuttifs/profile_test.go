@@ -33,10 +33,12 @@ func TestModelledMount(t *testing.T) {
 	dir := mountPoint(t)
 	log := filepath.Join(t.TempDir(), "log")
 	refused(t, 1, "drive_profile", "mount", paths[0], dir, "-o", "drive_profile=nosuch")
+	refused(t, 1, "has no name", "mount", paths[0], dir, "-o", "drive_profile=1:")
 	refused(t, 32, "drive 7, which the volume does not have", "mount", paths[0], dir, "-o", "drive_profile=7:paper",
 		"-o", "sockets="+filepath.Dir(dir))
 
 	r := execAs(t, "tuttifs", "mount", paths[0], dir, "-o", "drive_profile="+slow+",drive_profile=1:cloud", "--log", log,
+		"-o", "io=pread,endurance=0.3dwpd,endurance=9:7tbw",
 		"-o", "sockets="+filepath.Dir(dir))
 	require.Zero(t, r.code, r.stderr)
 	require.Contains(t, r.stderr, "MODELLED")
@@ -49,9 +51,13 @@ func TestModelledMount(t *testing.T) {
 	var options daemon.OptionsDocument
 	require.NoError(t, readStatus(dir, "options", &options))
 	require.Equal(t, map[string]string{"all": "slow", "1": "cloud"}, options.DriveProfiles)
+	require.Equal(t, "pread", options.IO)
+	require.Equal(t, map[string]string{"all": "0.3dwpd", "9": "7tbw"}, options.Endurance)
+	refused(t, 1, "no drive 5", "info", "--wear", "--endurance", "5:1dwpd", dir)
 	text, err := os.ReadFile(log)
 	require.NoError(t, err)
 	require.Contains(t, string(text), "a MODELLED drive")
+	require.Contains(t, string(text), "a rating is given for a drive that the volume does not have")
 
 	replay := replayed(t, smallTrace(t, 8), dir, "--scale", "64")
 	require.NotZero(t, replay.BytesRead)

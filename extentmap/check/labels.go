@@ -185,7 +185,7 @@ func (c *checker) readLabels(d drive.Drive) (m *member, none error, err error) {
 			return nil, nil, fmt.Errorf("%w: %s", ErrDraft, d.Name())
 		}
 		if errors.Is(copy.err, ondisk.ErrVersion) || errors.Is(copy.err, ondisk.ErrFeature) {
-			return nil, nil, fmt.Errorf("%w: %s: %w", ErrNewer, d.Name(), copy.err)
+			return nil, nil, fmt.Errorf("%w: %s: use a newer tuttifs: %w", ErrNewer, d.Name(), copy.err)
 		}
 	}
 	m = &member{Drive: d, badFirst: first.err != nil, badLast: last.err != nil}
