@@ -368,15 +368,16 @@ type OptionsDocument struct {
 	Discard           string   `json:"discard"` // "on", "off" or "auto"; what it comes to is in DriveDocument
 	CheckpointSeconds int      `json:"checkpoint_seconds"`
 	Policy            string   `json:"policy"`
-	// Admission is that of pools that have none of their own, see PoolDocument; the memory of keys and the prices are
-	// there where a policy uses them.
-	Admission           string       `json:"admission"`
-	AdmissionMemory     int          `json:"admission_memory_bytes,omitempty"`
-	Prices              *wear.Prices `json:"prices,omitempty"`
-	Degraded            bool         `json:"degraded"` // allowed at the mount
-	DriveTimeoutSeconds float64      `json:"drive_timeout_seconds"`
-	Pollers             int          `json:"pollers"`
-	IO                  string       `json:"io"` // "auto", "uring" or "pread"
+	// Admission is that of pools that have none of their own, which AdmissionOf has, by pool or family; the memory of keys
+	// and the prices are there where a policy uses them.
+	Admission           string            `json:"admission"`
+	AdmissionOf         map[string]string `json:"admission_of"`
+	AdmissionMemory     int               `json:"admission_memory_bytes,omitempty"`
+	Prices              *wear.Prices      `json:"prices,omitempty"`
+	Degraded            bool              `json:"degraded"` // allowed at the mount
+	DriveTimeoutSeconds float64           `json:"drive_timeout_seconds"`
+	Pollers             int               `json:"pollers"`
+	IO                  string            `json:"io"` // "auto", "uring" or "pread"
 	// Endurance are the drives' ratings, by index, or by "all" for those without one of their own.
 	Endurance map[string]string `json:"endurance"`
 	// DriveProfiles are the names of profiles that drives are held back to, by index, or by "all" for those without one
@@ -403,6 +404,10 @@ func (d *Daemon) optionsDocument() any {
 		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
 		AttrTimeoutSeconds: o.AttrTimeout.Seconds(), DriveProfiles: map[string]string{},
 		IO: string(cmp.Or(o.Backend, "auto")), Endurance: map[string]string{},
+		AdmissionOf: map[string]string{},
+	}
+	for name, policy := range o.Admission.Admissions.Named {
+		doc.AdmissionOf[name] = policy.String()
 	}
 	if o.Endurance.All.Known() {
 		doc.Endurance["all"] = o.Endurance.All.String()

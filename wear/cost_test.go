@@ -36,7 +36,8 @@ func TestParsePrices(t *testing.T) {
 	for _, bad := range []string{
 		"", "[]", `{"gpu": 1}`, `{"gpus": "8"}`, `{"gpus": 0}`, `{"gpus": -1}`, `{"ssd_hit_rate": 1.1}`,
 		`{"gpus": 1e16}`, `{"prefill_tokens_per_second": 1e-300}`,
-		`{"write_amplification": 0.9}`, `{"endurance_dwpd": 0}`, `{"gpus": 1} {}`, `{"gpus": 1e999}`,
+		`{"write_amplification": 0.9}`, `{"endurance_dwpd": 0}`, `{"gpus": 1} {}`, `{"gpus": 1e999}`, `{"GPUs": 1}`,
+		`{"gpus": 1, "gpus": 1}`, `{"gpus": null}`, `{"gpus": [1]}`, `{"gpus": 1`, `{"gpus": 1} x`, `{"gpus" 1}`,
 	} {
 		_, err := ParsePrices(strings.NewReader(bad))
 		require.ErrorIs(t, err, ErrInvalid, bad)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"slices"
 )
 
 // Prices are what 'tuttifs cost' and cost-aware admission reckon with. Money is in dollars, or in any other currency
@@ -120,19 +121,52 @@ func (p *Prices) Validate() error {
 // pricesMax bounds a file of prices.
 const pricesMax = 64 << 10
 
-// ParsePrices reads a JSON object of prices; those that it does not name stay the default. A name that is not known
-// is an error, not a comment.
+// ParsePrices reads a JSON object of prices; those that it does not name stay the default. Names are exact and given
+// once; one that is not known is an error, not a comment.
 func ParsePrices(r io.Reader) (Prices, error) {
 	p := DefaultPrices()
-	d := json.NewDecoder(io.LimitReader(r, pricesMax))
-	d.DisallowUnknownFields()
-	if err := d.Decode(&p); err != nil {
+	if err := p.decode(json.NewDecoder(io.LimitReader(r, pricesMax))); err != nil {
 		return Prices{}, fmt.Errorf("%w: prices: %w", ErrInvalid, err)
 	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return Prices{}, fmt.Errorf("%w: prices: something follows the JSON object", ErrInvalid)
-	}
 	return p, p.Validate()
+}
+
+func (p *Prices) decode(d *json.Decoder) error {
+	if t, err := d.Token(); err != nil || t != json.Delim('{') {
+		return errors.New("no JSON object of numbers")
+	}
+	given := map[string]bool{}
+	fields := p.Fields()
+	for d.More() {
+		name, err := d.Token()
+		if err != nil {
+			return err
+		}
+		i := slices.IndexFunc(fields, func(f Field) bool { return f.Name == name })
+		switch {
+		case i < 0:
+			return fmt.Errorf("unknown field %q", name)
+		case given[fields[i].Name]:
+			return fmt.Errorf("field %q is given twice", name)
+		}
+		given[fields[i].Name] = true
+		value, err := d.Token()
+		if err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		number, ok := value.(float64)
+		if !ok {
+			return fmt.Errorf("%s is no number", name)
+		}
+		*fields[i].Value = number
+	}
+	if _, err := d.Token(); err != nil {
+		return err
+	}
+	if _, err := d.Token(); !errors.Is(err, io.EOF) {
+		return errors.New("something follows the JSON object")
+	}
+	return nil
 }
 
 // byteWear is what writing a byte of KV costs in flash: the part of the drive's rated endurance that it takes. Both

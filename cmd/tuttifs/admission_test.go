@@ -81,6 +81,7 @@ func TestReplayAdmissionUsage(t *testing.T) {
 	refused(t, 2, "are for --admission", "replay", "--metadata-only", "--host-buffer", "1g", trace)
 	refused(t, 2, `"some"`, "replay", "--metadata-only", "--admission", "some", trace)
 	refused(t, 2, "not a size", "replay", "--metadata-only", "--admission", "all", "--host-buffer", "x", trace)
+	refused(t, 2, "for --admission cost-aware", "replay", "--metadata-only", "--admission", "all", "--prices", "x", trace)
 	refused(t, 1, "no such file", "replay", "--metadata-only", "--admission", "cost-aware", "--prices", "/none", trace)
 }
 
@@ -127,6 +128,9 @@ func TestAdmissionOfMount(t *testing.T) {
 	require.Equal(t, second.Blocks, second.HitBlocks+second.StoredBlocks)
 	require.Equal(t, 1.0, decode[replayDocument](t, tuttifs(t, args...)).HitRate)
 
+	var named daemon.OptionsDocument
+	require.NoError(t, readStatus(dir, "options", &named))
+	require.Equal(t, map[string]string{"other": "all"}, named.AdmissionOf)
 	other := decode[replayDocument](t, tuttifs(t, append(args, "--pool", "other")...))
 	require.Zero(t, other.DeclinedBlocks, "a pool with a policy of its own")
 	info := decode[infoDocument](t, tuttifs(t, "info", "--wear", "--json", "--endurance", "1:600tbw", dir))

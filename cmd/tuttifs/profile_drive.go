@@ -230,6 +230,9 @@ func (o *profileDriveOptions) open(path string) (d drive.Drive, write bool, err 
 		return nil, false, fmt.Errorf("%w: name a directory to measure a scratch file in it", err)
 	case err != nil:
 		return nil, false, err
+	case st.IsDir() && isMount(path):
+		return nil, false, fmt.Errorf("%s is a tuttifs mount, which takes no scratch files: name a directory on the drive, "+
+			"or the drive while it is not mounted", path)
 	case st.IsDir():
 		d, err := o.scratch(path)
 		return d, true, err

@@ -53,6 +53,7 @@ func TestModelledMount(t *testing.T) {
 	require.Equal(t, map[string]string{"all": "slow", "1": "cloud"}, options.DriveProfiles)
 	require.Equal(t, "pread", options.IO)
 	require.Equal(t, map[string]string{"all": "0.3dwpd", "9": "7tbw"}, options.Endurance)
+	refused(t, 1, "is a tuttifs mount", "profile", "drive", dir)
 	refused(t, 1, "no drive 5", "info", "--wear", "--endurance", "5:1dwpd", dir)
 	text, err := os.ReadFile(log)
 	require.NoError(t, err)

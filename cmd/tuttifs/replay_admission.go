@@ -123,6 +123,9 @@ func (o *replayOptions) compare(ctx context.Context, e *env, requests []traceReq
 	}
 	prices := wear.DefaultPrices()
 	if o.prices != "" {
+		if !slices.ContainsFunc(runs, func(r admissionRun) bool { return r.policy == wear.CostAware }) {
+			return usagef("--prices is for --admission cost-aware")
+		}
 		if prices, err = readPrices(o.prices); err != nil {
 			return err
 		}
