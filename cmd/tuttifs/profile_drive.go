@@ -16,6 +16,7 @@ import (
 	"tuttifs/drive"
 	"tuttifs/drivemodel"
 	"tuttifs/extentmap"
+	"tuttifs/nvme"
 )
 
 type profileDriveOptions struct {
@@ -202,7 +203,11 @@ func (o *profileDriveOptions) measure(ctx context.Context, e *env, path, fio str
 		bar: newProgress(e, path, uint64(o.limit))}
 	defer s.bar.finish()
 	if write {
-		if err := s.fill(ctx); err != nil {
+		err := s.fill(ctx)
+		if errors.Is(err, nvme.CapacityExceeded) {
+			err = fmt.Errorf("no space is left there: make room, or give a smaller --size: %w", err)
+		}
+		if err != nil {
 			return nil, fmt.Errorf("writing %s: %w", path, err)
 		}
 	}
