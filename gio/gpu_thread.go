@@ -152,7 +152,7 @@ func (th *ioThread) park() {
 // kernel or a drive, and it looks a few times before it naps.
 func (th *ioThread) rest() {
 	th.idle++
-	idle := !th.deep()
+	idle := !th.drivesBusy()
 	if due := min(th.g.in.due(th.now, idle), th.g.out.due(th.now, idle)); due != never {
 		if th.gathers > 0 && th.starved() {
 			due = min(due, th.now+quietNanos)
@@ -169,8 +169,8 @@ func (th *ioThread) rest() {
 	}
 }
 
-// deep says whether drives have enough to do for the time being: half of the lanes.
-func (th *ioThread) deep() bool {
+// drivesBusy says whether drives have enough to do for the time being: half of the lanes.
+func (th *ioThread) drivesBusy() bool {
 	rung := 0
 	for _, l := range th.g.lanes {
 		if l.state == laneRung {

@@ -3,7 +3,6 @@ package gio
 import (
 	"sync/atomic"
 	"time"
-	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -39,13 +38,11 @@ func setSlack(nanoseconds uintptr) {
 // call that the runtime knows of costs more than the nap, since it gives the thread's processor to another one, which
 // looks for work and finds none; so as long as other processors are left, the runtime is not told.
 func sleep(word *uint32, value uint32, nanoseconds int64, processors int) {
-	const futexWait = 0
-	t := unix.NsecToTimespec(nanoseconds)
+	timeout := time.Duration(nanoseconds)
 	if int(napping.Add(1)) < processors {
-		_, _, _ = unix.RawSyscall6(unix.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
-			uintptr(unsafe.Pointer(&t)), 0, 0)
+		nvme.FutexNap(word, value, timeout)
 	} else {
-		nvme.FutexWait(word, value, time.Duration(nanoseconds))
+		nvme.FutexWait(word, value, timeout)
 	}
 	napping.Add(-1)
 }

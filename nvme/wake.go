@@ -42,3 +42,10 @@ func FutexWait(word *uint32, value uint32, timeout time.Duration) {
 	syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
 		uintptr(unsafe.Pointer(ts)), 0, 0)
 }
+
+// FutexNap is FutexWait of which the runtime is not told: the thread keeps its processor, so it must be short.
+func FutexNap(word *uint32, value uint32, timeout time.Duration) {
+	ts := syscall.NsecToTimespec(int64(timeout))
+	syscall.RawSyscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
+		uintptr(unsafe.Pointer(&ts)), 0, 0)
+}
