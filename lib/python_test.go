@@ -61,6 +61,16 @@ func TestPythonStructures(t *testing.T) {
 	}
 }
 
+// TestBubbleReport: what is made of measurements of bubbles, which needs nothing that is measured.
+func TestBubbleReport(t *testing.T) {
+	interpreter := python(t, "unittest")
+	command := exec.Command(interpreter, "-B", "-m", "unittest", "test_bubbles")
+	command.Dir = "../scripts"
+	out, err := command.CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.Contains(t, string(out), "OK")
+}
+
 // TestScripts runs the programs that need PyTorch, in their smallest cases, without a GPU.
 func TestScripts(t *testing.T) {
 	interpreter := python(t, "torch")
@@ -74,6 +84,8 @@ func TestScripts(t *testing.T) {
 	for script, args := range map[string][]string{
 		"llama_restore.py": {"--tokens", "256", "--layers", "2", "--block", "16", "--piece", "64", "--cached", "50,90"},
 		"ranks_restore.py": {"--ranks", "2", "--layers", "2", "--files", "8"},
+		"bubbles.py": {"--tokens", "256", "--layers", "2", "--block", "16", "--hits", "90,85", "--seconds", "1",
+			"--ways", "tuttifs,by-hand,no-scheduler", "--backlog-ways", "by-hand", "--output", filepath.Join(dir, "bubbles")},
 	} {
 		t.Run(script, func(t *testing.T) {
 			run(t, interpreter, append(append([]string{"-B", "../scripts/" + script}, common...), args...)...)

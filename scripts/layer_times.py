@@ -3,7 +3,7 @@
 
 For each number of new tokens and of cached ones before them, passes over a few layers are timed from the point where
 one layer reads its cache to where the next one does: exactly a layer, without embedding and output. The median of all
-layers and passes counts. The layer is that of llama_restore.py, with random weights over a paged pool; its gathering
+layers and passes counts. The layer is that of kv_model.py, with random weights over a paged pool; its gathering
 of the pool's blocks is part of the time. A pass of one new token is a decode step, launched kernel by kernel.
 
   scripts/layer_times.py -o h200.json
@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from llama_restore import Model, note, synchronize
+from kv_model import Model, note, synchronize
 
 
 def lengths(text):

@@ -1,6 +1,7 @@
 """A tuttifs volume on files in memory, formatted, mounted, and taken away again: for measurements and tests."""
 
 import concurrent.futures
+import json
 import os
 import shutil
 import signal
@@ -12,8 +13,9 @@ import tempfile
 class RamVolume:
     """with RamVolume(...) as v: v.mount is the mount point."""
 
-    def __init__(self, tuttifs, where, drives, drive_bytes, pollers):
-        self.tuttifs, self.pollers = os.path.abspath(tuttifs), pollers
+    def __init__(self, tuttifs, where, drives, drive_bytes, pollers, options=()):
+        """options: of the mount, beside the number of pollers and where its sockets are."""
+        self.tuttifs, self.pollers, self.options = os.path.abspath(tuttifs), pollers, list(options)
         needed, free = drives * drive_bytes, shutil.disk_usage(where).free
         if needed > free:
             raise SystemExit(f"{where} has {free >> 20} MiB free, {needed >> 20} are needed: another --where, or a "
@@ -34,12 +36,25 @@ class RamVolume:
             with concurrent.futures.ThreadPoolExecutor(len(self.paths)) as fillers:
                 list(fillers.map(self.fill, self.paths))
             self.run("mkfs", "-q", "-L", "ram", *self.paths)
-            options = f"pollers={self.pollers},sockets={os.path.join(self.dir, 'run')}"
-            self.run("mount", "-o", options, "--log", self.log, self.paths[0], self.mount)
+            self.attach()
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self
+
+    def attach(self):
+        own = [f"pollers={self.pollers}", f"sockets={os.path.join(self.dir, 'run')}"]
+        self.run("mount", "-o", ",".join(own + self.options), "--log", self.log, self.paths[0], self.mount)
+
+    def remount(self, options):
+        """Mounts what is there with other options."""
+        self.run("umount", self.mount)
+        self.options = list(options)
+        self.attach()
+
+    def stats(self):
+        with open(os.path.join(self.mount, ".tuttifs", "stats")) as f:
+            return json.load(f)
 
     def fill(self, path):
         piece = bytes(1 << 20)

@@ -5,6 +5,7 @@ Calls release the interpreter's lock while they wait. Keys are 32 bytes; streams
 
 import ctypes as C
 import os
+import struct
 
 GPU, GPU_AUTO, POLLING = 1, 2, 4  # flags of sessions
 STORE = 1  # flag of layers
@@ -209,14 +210,11 @@ class Pool:
     def release(self, request):
         self.lib.release(self.h, request)
 
-    def reserve(self, reserve, keys, tokens, tenant=0):
-        """Leases for a chain of files from its root."""
-        items = (Item * len(keys))()
-        for i, key in enumerate(keys):
-            items[i].key[:] = key
-            if i:
-                items[i].parent[:] = keys[i - 1]
-            items[i].tokens, items[i].position = tokens, i
+    def reserve(self, reserve, keys, tokens, tenant=0, parent=bytes(32), position=0):
+        """Leases for a chain of files, behind a parent that has position - 1 files before it, or from its root."""
+        parents = [parent, *keys]
+        items = (Item * len(keys)).from_buffer_copy(b"".join(
+            struct.pack("=32s32sII", key, parents[i], tokens, position + i) for i, key in enumerate(keys)))
         n, leases = u64(), (Lease * len(keys))()
         self.lib.reserve(self.h, tenant, reserve, items, len(keys), 0, leases, C.byref(n))
         return leases
