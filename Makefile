@@ -1,5 +1,5 @@
 # make demo    a volume on four files, mounted, used, checked and taken down again, in under a minute
-# make test    everything that a change must pass
+# make test    everything that a change must pass; what needs NVMe controllers is in make test-nvme
 SHELL   := /bin/bash
 GO      ?= go
 PREFIX  ?= /usr/local
@@ -15,7 +15,7 @@ RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 HELPERS ?= /sbin
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib demo test test-nvme crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -51,6 +51,13 @@ test: check ptx-check build
 	@[ -n "$(RACE)" ] || echo "no gcc here: testing without the race detector"
 	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -p 2 -timeout 15m ./...
 	$(GO) test -timeout 15m -run TestCrashPoints ./gpufile
+
+# NVMe controllers that are not ours, emulated by QEMU, with a kernel of their own: docs/hardware.md. A minute or two.
+test-nvme: scripts/need-go.sh
+	@scripts/need-go.sh $(GO)
+	@mkdir -p build/guest
+	CGO_ENABLED=0 $(GO) build -tags nogpu -trimpath -o build/guest/tuttifs ./cmd/tuttifs
+	@scripts/test-nvme.sh build/guest build/qemu
 
 # A million power cuts: some twenty minutes on two cores.
 crash:
