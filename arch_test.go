@@ -39,7 +39,7 @@ var rooms = map[string][]string{
 	"nvme/emu":          {"nvme", "drive", "drivemodel"},
 	"cuda":              {},
 	"cuda/cudatest":     {"cuda", "nvme", "checksum"},
-	"gio":               {"stripe", "nvme", "checksum", "cuda"},
+	"gio":               {"stripe", "nvme", "checksum", "cuda", "slack"},
 	"gio/giotest":       {"gio", "stripe", "nvme", "nvme/emu", "drive", "checksum"},
 	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda"},
 	"lib":               {"engine", "gio", "stripe", "checksum", "cuda", "contentkey"},

@@ -1,0 +1,476 @@
+package gio
+
+import (
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/slack"
+)
+
+// schedTable has windows of scale ns for a new token behind none, more behind many, and rates of the drives given.
+func schedTable(t *testing.T, scale float64, d simDrives) *slack.Table {
+	t.Helper()
+	way := func(rate float64) slack.Direction {
+		return slack.Direction{RingBytesPerSecond: rate, LatencyUS: float64(d.latency) / 1e3}
+	}
+	table := &slack.Table{
+		Version: slack.Version, Source: slack.Measured,
+		Fingerprint: slack.Fingerprint{
+			Model:   slack.Model{Name: "m", Layers: 16, Shape: slack.Shape{DType: "bf16"}, TensorParallel: 1, BlockTokens: 16},
+			Machine: slack.Machine{GPU: "g", Driver: "d", PCIe: "p", CPU: "c"},
+		},
+		IO: slack.IO{BytesPerToken: 4096, ObjectBytes: 64 << 10, Read: way(d.readRate), Write: way(d.writeRate),
+			Harvest: slack.Harvest{SMs: 132, SMShareMax: 1, LaunchBytes: 1 << 20, Grids: []slack.Grid{
+				{Blocks: 8, BytesPerSecond: 250e9}, {Blocks: 32, BytesPerSecond: 255e9}}}},
+	}
+	var times []slack.LayerTime
+	for _, input := range []int{1, 256, 4096, 65536} {
+		for _, prefix := range []int{0, 4096, 65536} {
+			times = append(times, slack.LayerTime{Input: input, Prefix: prefix, Window: time.Duration(schedWindow(scale, input,
+				prefix))})
+		}
+	}
+	_, err := table.SetWindows(times)
+	require.NoError(t, err)
+	return table
+}
+
+// schedWindow is the truth of a simulated model, ns: what a token takes grows with what it attends to.
+func schedWindow(scale float64, input, prefix int) int64 {
+	return 30*us + int64(scale*float64(input)*(1+float64(prefix)/20000))
+}
+
+var schedDrives = simDrives{readRate: 12e9, writeRate: 5e9, latency: 100 * us}
+
+// TestSchedulerRules runs random engines on random drives with random tables, right and wrong: the rules hold at every
+// piece, everything is read and written, and restores lose little against drives that are asked for everything at once.
+func TestSchedulerRules(t *testing.T) {
+	seeds := 120
+	if testing.Short() {
+		seeds = 30
+	}
+	for seed := range uint64(seeds) {
+		random := rand.New(rand.NewPCG(seed, 77))
+		pick := func(least, most float64) float64 { return least * math.Pow(most/least, random.Float64()) }
+		d := simDrives{readRate: pick(1e9, 50e9), writeRate: pick(0.5e9, 12e9), latency: int64(pick(20, 300)) * us}
+		scale := pick(20, 1500)
+		var c SchedulerConfig
+		if random.IntN(4) > 0 {
+			wrong := d
+			wrong.readRate *= pick(0.4, 2.5)
+			wrong.writeRate *= pick(0.4, 2.5)
+			c.Table = schedTable(t, scale*pick(0.4, 2.5), wrong)
+		}
+		if random.IntN(3) == 0 {
+			c.MaxAge = time.Duration(pick(20, 1000)) * time.Millisecond
+		}
+		var passes []simPass
+		for range 2 + random.IntN(5) {
+			input, prefix := 64<<random.IntN(6), 4096*random.IntN(9)
+			x := simPass{input: input, prefix: prefix, layers: 2 + random.IntN(20), jitter: 0.2 * random.Float64(),
+				window: schedWindow(scale, input, prefix), reads: int64(prefix) * 512, stores: int64(input) * 4096,
+				lazy: random.IntN(4) == 0, hosts: random.IntN(2) == 0}
+			switch random.IntN(4) {
+			case 0:
+				x.idle = int64(pick(100, 30_000)) * us
+			case 1:
+				x.decode, x.window = true, 10*schedWindow(scale, 1, prefix)+2*ms
+			}
+			x.prefix = max(x.prefix, 1)
+			passes = append(passes, x)
+		}
+		run := func(c SchedulerConfig) *sim {
+			s := newSim(t, seed, c, d)
+			s.size = 64 << (20 + seed%4)
+			s.run(passes...)
+			s.settle()
+			return s
+		}
+		s := run(c)
+		maxAge := int64(s.p.c.MaxAge)
+		drain := int64(float64(s.size) * 1e9 / d.writeRate)
+		require.LessOrEqual(t, s.oldest, maxAge+drain*(2*turnEvery)+turnEvery*turnNanos, "seed %d: starved", seed)
+		st := s.p.snapshot(s.now)
+		require.Equal(t, s.bubble/ms, int64(st.Bubble)/ms, "seed %d: the bubble that was counted", seed)
+		require.EqualValues(t, s.layersDone, st.Layers)
+		require.Zero(t, s.p.reads.left+s.p.reads.flying+s.p.reads.layer+s.p.write.flying+s.p.read.flying, "seed %d", seed)
+		var issued uint64
+		for _, n := range st.Issued {
+			issued += n
+		}
+		require.Equal(t, st.DeferredBytes, issued, "seed %d: each byte was issued once, for one cause", seed)
+
+		free := run(SchedulerConfig{NoBudget: true, MaxAge: c.MaxAge})
+		require.LessOrEqual(t, float64(s.bubble), 1.25*float64(free.bubble)+float64(int64(len(passes))*20*ms),
+			"seed %d: what the budget costs restores", seed)
+	}
+}
+
+// TestSchedulerConverges: windows and rates come right within tens of layers from tables that are wrong by a factor of
+// two, or nothing at all, in spite of noise and of single layers that take ten times as long.
+func TestSchedulerConverges(t *testing.T) {
+	const scale, input, prefix = 900, 4096, 4096
+	truth := schedWindow(scale, input, prefix)
+	for name, wrong := range map[string]float64{"half": 0.5, "double": 2, "right": 1, "none": 0} {
+		t.Run(name, func(t *testing.T) {
+			c := SchedulerConfig{}
+			if wrong > 0 {
+				bad := schedDrives
+				bad.readRate *= wrong
+				bad.writeRate /= wrong
+				c.Table = schedTable(t, scale*wrong, bad)
+			}
+			s := newSim(t, 1, c, schedDrives)
+			layers, good := 0, 0
+			s.onLayer = func() {
+				layers++
+				if layers%9 == 5 {
+					s.until(s.now+10*truth, nil) // something else had the GPU
+				}
+				w, _ := s.p.windows.layer(input, prefix)
+				read := s.p.read.bytesPerSecond() / schedDrives.readRate
+				if math.Abs(math.Log2(float64(w)/float64(truth))) < 0.15 && math.Abs(math.Log2(read)) < 0.25 {
+					good++
+				} else if layers > 24 {
+					require.Failf(t, "not converged", "layer %d: window %d us of %d, read rate %.2f of the truth", layers,
+						w/us, truth/us, read)
+				}
+			}
+			for range 4 {
+				s.run(simPass{input: input, prefix: prefix, layers: 16, window: truth, jitter: 0.05, reads: 16 << 20,
+					stores: 8 << 20})
+			}
+			require.Greater(t, good, 40)
+			s.settle()
+			require.InDelta(t, 1, s.p.write.bytesPerSecond()/schedDrives.writeRate, 0.25)
+		})
+	}
+}
+
+// TestSchedulerOtherLengths: what was learned of one length serves others: with a table as a factor, without one as a
+// bound from below.
+func TestSchedulerOtherLengths(t *testing.T) {
+	const scale = 900
+	with := newSim(t, 1, SchedulerConfig{Table: schedTable(t, scale/2, schedDrives)}, schedDrives)
+	without := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	for _, s := range []*sim{with, without} {
+		w, sure := s.p.windows.layer(16384, 8192)
+		require.Equal(t, s == with, sure)
+		require.Equal(t, s == with, w > 0)
+		s.run(simPass{input: 4096, prefix: 4096, layers: 32, window: schedWindow(scale, 4096, 4096)})
+		w, sure = s.p.windows.layer(16384, 8192)
+		truth := schedWindow(scale, 16384, 8192)
+		require.Equal(t, s == with, sure)
+		require.Positive(t, w)
+		if s == with {
+			require.InEpsilon(t, truth, w, 0.15)
+		} else {
+			require.Less(t, w, truth)
+		}
+	}
+}
+
+// TestSchedulerWindows: with a right table nothing that was granted for a window outlasts it, and nothing is granted
+// between passes before they are known to be over.
+func TestSchedulerWindows(t *testing.T) {
+	const scale = 900
+	s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, scale, schedDrives)}, schedDrives)
+	for range 6 {
+		s.run(simPass{input: 4096, prefix: 4096, layers: 16, window: schedWindow(scale, 4096, 4096), reads: 8 << 20,
+			stores: 8 << 20, hosts: true})
+	}
+	st := s.p.snapshot(s.now)
+	require.Zero(t, st.Overruns)
+	require.Zero(t, st.Beside)
+	require.Greater(t, st.Issued[CauseWindow], st.DeferredBytes*9/10, "windows of 4 ms have room for 8 MiB")
+	require.Zero(t, st.Issued[CauseAge]+st.Issued[CauseHigh]+st.Issued[CauseOff])
+	s.settle()
+}
+
+// TestSchedulerDecode: a decode step has its budget and no more, and what fits no step waits for idleness or age.
+func TestSchedulerDecode(t *testing.T) {
+	const scale = 900
+	truth := 16 * schedWindow(scale, 1, 4096)
+	quick := schedDrives
+	quick.latency = 5 * us
+	s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, scale, quick)}, quick)
+	s.piece = 128 << 10
+	step := simPass{decode: true, prefix: 4096, window: truth}
+	s.run(step, step)
+	s.deferWrite(256 << 20)
+	before := s.p.snapshot(s.now).Issued[CauseDecode]
+	budget := s.p.share(slack.Write, truth).Bytes
+	require.Positive(t, budget)
+	const steps = 20
+	for range steps {
+		s.run(step)
+	}
+	st := s.p.snapshot(s.now)
+	gone := int64(st.Issued[CauseDecode] - before)
+	require.LessOrEqual(t, gone, steps*(budget+s.piece))
+	require.Greater(t, gone, steps*budget*8/10)
+	require.Zero(t, st.Overruns)
+	require.Zero(t, st.Issued[CauseIdle])
+	require.EqualValues(t, steps+2, st.DecodeSteps)
+	s.settle()
+	require.NotZero(t, s.p.snapshot(s.now).Issued[CauseIdle])
+
+	// Without a table, what a step takes is learned from the steps themselves.
+	s = newSim(t, 1, SchedulerConfig{}, schedDrives)
+	s.deferWrite(64 << 20)
+	for range 30 {
+		s.run(simPass{decode: true, prefix: 4096, window: 12 * ms, jitter: 0.1})
+	}
+	require.InEpsilon(t, 12*ms, s.p.pass.window, 0.1)
+	require.NotZero(t, s.p.snapshot(s.now).Issued[CauseDecode])
+	s.settle()
+}
+
+// TestSchedulerIdle: writes wait until nothing has computed for a while; what was never told of any pass is idle.
+func TestSchedulerIdle(t *testing.T) {
+	s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	s.deferWrite(1 << 20)
+	s.until(s.now+ms, nil)
+	require.Empty(t, s.buffer, "nothing ever computed")
+
+	s.run(simPass{input: 64, layers: 2, window: 100 * us})
+	end := s.now
+	s.deferWrite(1 << 20)
+	s.until(end+int64(IdleDefault)-us, nil)
+	require.Len(t, s.buffer, 1)
+	s.until(end+int64(IdleDefault)+ms, nil)
+	require.Empty(t, s.buffer)
+
+	// A pass that its engine never ends holds writes back until they are old, and no longer.
+	s.p.prefill(s.now, 64, 0, 4)
+	s.deferWrite(64 << 20)
+	came := s.now
+	s.until(came+int64(MaxAgeDefault)-ms, nil)
+	require.Len(t, s.buffer, 64)
+	s.until(came+int64(MaxAgeDefault)+100*ms, nil)
+	require.Empty(t, s.buffer)
+}
+
+// TestSchedulerStarvation: reads without an end, and writes have their turns; reads keep nearly all of the time.
+func TestSchedulerStarvation(t *testing.T) {
+	s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, 1, schedDrives)}, schedDrives)
+	s.size = 32 << 20
+	s.deferWrite(32 << 20)
+	s.p.prefill(s.now, 64, 65536, 1000)
+	begin, wrote := s.now, int64(0)
+	for layer := 0; s.now < begin+3000*ms; layer++ {
+		s.read(layer%1000, 64<<20)
+		s.until(s.now+60_000*ms, func() bool { return len(s.queue) < 2 })
+		if free := s.size - s.filled; free > 16<<20 {
+			s.deferWrite(free)
+			wrote += free
+		}
+	}
+	require.Positive(t, wrote)
+	require.Positive(t, s.beside)
+	require.Less(t, float64(s.beside)/schedDrives.writeRate, 0.08*float64(s.now-begin)/1e9)
+}
+
+// TestSchedulerFull: what the executor issues without asking, since the buffer is nearly full, is counted as such.
+func TestSchedulerFull(t *testing.T) {
+	s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	s.size = 16 << 20
+	s.p.prefill(s.now, 64, 0, 4)
+	s.deferWrite(16 << 20)
+	s.until(s.now+20*ms, nil)
+	st := s.p.snapshot(s.now)
+	require.NotZero(t, st.Issued[CauseHigh])
+	require.LessOrEqual(t, s.filled, s.size*3/4)
+	require.Equal(t, st.Issued[CauseHigh], uint64(s.size-s.filled))
+}
+
+// TestSchedulerOffer: a prefix is restored where that is faster, and what was estimated comes true.
+func TestSchedulerOffer(t *testing.T) {
+	const scale = 900
+	slow := simDrives{readRate: 0.05e9, writeRate: 0.05e9, latency: 100 * us}
+	for name, c := range map[string]struct {
+		drives simDrives
+		load   bool
+	}{"fast drives": {schedDrives, true}, "slow drives": {slow, false}} {
+		t.Run(name, func(t *testing.T) {
+			s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, scale, c.drives)}, c.drives)
+			const input, prefix, layers = 256, 4096, 16
+			o := s.p.offer(input, prefix, layers)
+			require.True(t, o.Known)
+			require.Equal(t, c.load, o.Load, "%+v", o)
+			require.InEpsilon(t, layers*schedWindow(scale, input+prefix, 0), int64(o.Recompute), 0.1)
+			s.run(simPass{input: input, prefix: prefix, layers: layers, window: schedWindow(scale, input, prefix),
+				reads: prefix * 4096})
+			st := s.p.snapshot(s.now)
+			require.EqualValues(t, 1, st.Estimates)
+			require.InEpsilon(t, int64(st.Took), int64(o.Restore), 0.1)
+			require.LessOrEqual(t, st.EstimateError, st.Took/10)
+			require.EqualValues(t, 1, st.Offers)
+			require.Equal(t, !c.load, st.Refused == 1)
+		})
+	}
+	t.Run("learned", func(t *testing.T) {
+		s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+		require.Equal(t, Offer{Load: true}, s.p.offer(256, 4096, 16), "nothing is known, so what is there is used")
+		pass := simPass{input: 256, prefix: 4096, layers: 16, window: schedWindow(scale, 256, 4096), reads: 16 << 20}
+		whole := simPass{input: 4352, layers: 16, window: schedWindow(scale, 4352, 0)}
+		s.run(pass, whole, pass, pass)
+		o := s.p.offer(256, 4096, 16)
+		require.True(t, o.Known)
+		st := s.p.snapshot(s.now)
+		require.EqualValues(t, 2, st.Estimates)
+		require.LessOrEqual(t, st.EstimateError, st.Took/5)
+	})
+	s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	for _, n := range [][3]int{{0, 1, 1}, {1, 0, 1}, {1, 1, 0}, {slack.LengthMax + 1, 1, 1}, {1, slack.LengthMax + 1, 1},
+		{1, 1, schedLayersMax + 1}} {
+		require.Equal(t, Offer{Load: true}, s.p.offer(n[0], n[1], n[2]))
+	}
+}
+
+// TestSchedulerSwitches: each idea can be switched off alone.
+func TestSchedulerSwitches(t *testing.T) {
+	const scale = 900
+	run := func(c SchedulerConfig) (*sim, SchedulerStats) {
+		c.Table = schedTable(t, scale, schedDrives)
+		s := newSim(t, 1, c, schedDrives)
+		for range 3 {
+			s.run(simPass{input: 256, prefix: 16384, layers: 16, window: schedWindow(scale, 256, 16384), reads: 64 << 20,
+				stores: 4 << 20})
+		}
+		s.settle()
+		return s, s.p.snapshot(s.now)
+	}
+	on, with := run(SchedulerConfig{})
+	off, without := run(SchedulerConfig{Off: true})
+	mixed, beside := run(SchedulerConfig{ReadsNotFirst: true})
+	require.Zero(t, with.Beside)
+	require.NotZero(t, without.Beside)
+	require.NotZero(t, beside.Beside)
+	require.Equal(t, without.DeferredBytes, without.Issued[CauseOff])
+	require.Less(t, on.bubble, off.bubble, "writes that do not wait keep reads waiting")
+	require.LessOrEqual(t, on.bubble, mixed.bubble)
+	require.Zero(t, off.p.harvestBlocks(off.now))
+}
+
+// TestSchedulerHarvest: the smallest grid that keeps up while something computes, the fastest while it stands.
+func TestSchedulerHarvest(t *testing.T) {
+	s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, 900, schedDrives)}, schedDrives)
+	require.Zero(t, s.p.harvestBlocks(s.now), "nothing computes")
+	s.p.prefill(s.now, 4096, 4096, 4)
+	require.Equal(t, 8, s.p.harvestBlocks(s.now))
+	s.read(0, 1<<20)
+	require.Equal(t, 32, s.p.harvestBlocks(s.now))
+	none := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	none.p.prefill(none.now, 4096, 4096, 4)
+	require.Zero(t, none.p.harvestBlocks(none.now))
+}
+
+// TestSchedulerProgress: reads go on whatever their user does: waits for layers of a pass that never computes, issues
+// reads of the next pass while this one is under way, begins passes over and over, or computes layers out of order.
+func TestSchedulerProgress(t *testing.T) {
+	for seed := range uint64(60) {
+		random := rand.New(rand.NewPCG(seed, 3))
+		var c SchedulerConfig
+		if seed%2 == 0 {
+			c.Table = schedTable(t, math.Exp2(6*random.Float64()), schedDrives)
+		}
+		s := newSim(t, seed, c, schedDrives)
+		s.disorder = true
+		for range 200 {
+			layer := random.IntN(12) - 1
+			switch random.IntN(10) {
+			case 0:
+				s.p.prefill(s.now, 1+random.IntN(8192), random.IntN(65536), 1+random.IntN(10))
+				s.host = noLayer
+			case 1:
+				s.p.decodeStep(s.now, 1+random.IntN(65536))
+				s.host = noLayer
+			case 2:
+				s.p.endPass(s.now)
+			case 3, 4, 5:
+				s.p.layerDone(s.now, layer)
+			case 6, 7:
+				s.read(layer, 1+int64(random.IntN(8<<20)))
+			case 8:
+				s.deferWrite(1 + int64(random.IntN(8<<20)))
+			}
+			s.until(s.now+int64(random.IntN(3000))*us, nil)
+		}
+		s.until(s.now+60_000*ms, func() bool {
+			if len(s.queue) > 0 && s.queue[0].layer > s.host { // somebody waits for them, after all
+				s.host = s.queue[0].layer
+				s.note(readAwaited, s.host, 0)
+			}
+			return len(s.queue) == 0
+		})
+		require.Empty(t, s.queue, "seed %d: reads were held back for good", seed)
+		s.settle()
+		require.Zero(t, s.p.reads.left+s.p.reads.flying+s.p.reads.layer, "seed %d", seed)
+		for i := range s.p.reads.layers {
+			for l, r := range s.p.reads.layers[i] {
+				require.Zero(t, r, "seed %d: layer %d", seed, l)
+			}
+		}
+	}
+}
+
+// TestEstimate: two of any five samples may be anything.
+func TestEstimate(t *testing.T) {
+	random := rand.New(rand.NewPCG(1, 2))
+	for range 200 {
+		var e estimate
+		truth := 8 * (random.Float64() - 0.5)
+		for i := range 40 {
+			x := truth + 0.1*(random.Float64()-0.5)
+			if i > 2 && i%5 < 2 {
+				x = 1000 * (random.Float64() - 0.5)
+			}
+			e.note(x)
+		}
+		e.note(math.NaN())
+		require.InDelta(t, truth, e.value, 0.2)
+	}
+}
+
+// TestSchedulerLooksAreFree: the executor asks every round.
+func TestSchedulerLooksAreFree(t *testing.T) {
+	s, err := NewScheduler(SchedulerConfig{Table: schedTable(t, 900, schedDrives)})
+	require.NoError(t, err)
+	require.NoError(t, s.Prefill(4096, 65536, 32))
+	now := clock()
+	l := load{deferred: ioSize{1, 1 << 20}, next: ioSize{1, 1 << 20}, oldest: now}
+	require.Zero(t, testing.AllocsPerRun(100, func() {
+		now += 1000
+		s.note(ioEvent{kind: readQueued, layer: 40, ioSize: ioSize{1, 4096}, at: now})
+		s.note(ioEvent{kind: readIssued, layer: 40, ioSize: ioSize{1, 4096}, at: now})
+		_ = s.readAhead(now)
+		_ = s.writes(now, &l)
+		_ = s.harvestBlocks(now)
+		s.note(ioEvent{kind: readArrived, layer: 40, ioSize: ioSize{1, 4096}, at: now})
+		s.note(ioEvent{kind: readEnded, layer: 40, ioSize: ioSize{1, 4096}, at: now})
+	}))
+}
+
+func TestSchedulerRefuses(t *testing.T) {
+	for _, c := range []SchedulerConfig{{Idle: -1}, {MaxAge: -1}, {Table: &slack.Table{}}} {
+		_, err := NewScheduler(c)
+		require.ErrorIs(t, err, ErrInvalid, "%+v", c)
+	}
+	s, err := NewScheduler(SchedulerConfig{})
+	require.NoError(t, err)
+	for _, n := range [][3]int{{0, 0, 1}, {1, -1, 1}, {1, 0, 0}, {1 << 25, 0, 1}, {1, 1 << 25, 1}, {1, 0, 1025}} {
+		require.ErrorIs(t, s.Prefill(n[0], n[1], n[2]), ErrInvalid, fmt.Sprint(n))
+	}
+	require.ErrorIs(t, s.DecodeStep(0), ErrInvalid)
+	require.ErrorIs(t, s.DecodeStep(1<<25), ErrInvalid)
+	s.LayerDone(3)
+	s.EndPass()
+	require.Zero(t, s.Stats().Layers)
+	require.Empty(t, s.LayerBubbles())
+}
