@@ -4,13 +4,12 @@
 package drivemodel
 
 import (
-	"bytes"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"math"
-	"unicode/utf8"
+
+	"tuttifs/strictjson"
 )
 
 // ErrProfile: a profile that no drive can have, or a file that is none.
@@ -100,7 +99,7 @@ func Parse(b []byte) (*Profile, error) {
 		return nil, fmt.Errorf("%w: more than %d bytes", ErrProfile, FileBytesMax)
 	}
 	var p Profile
-	if err := Decode(b, &p); err != nil {
+	if err := strictjson.Decode(b, &p); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrProfile, err)
 	}
 	if err := p.Validate(); err != nil {
@@ -109,81 +108,10 @@ func Parse(b []byte) (*Profile, error) {
 	return &p, nil
 }
 
-// Decode is strict where encoding/json is lenient: b is one object whose fields are all known, under their exact names,
-// each given once and none null, and nothing is behind it. Names have lower-case letters, digits and underscores only.
-func Decode(b []byte, into any) error {
-	if err := checkKeys(b); err != nil {
-		return err
-	}
-	d := json.NewDecoder(bytes.NewReader(b))
-	d.DisallowUnknownFields()
-	return d.Decode(into)
-}
-
-// nestingMax is deeper than any profile.
-const nestingMax = 8
-
-// checkKeys finds what encoding/json lets pass: keys twice, keys in another case, nulls, and anything behind the end.
-func checkKeys(b []byte) error {
-	if !utf8.Valid(b) {
-		return errors.New("is not UTF-8")
-	}
-	d := json.NewDecoder(bytes.NewReader(b))
-	if t, err := d.Token(); err != nil || t != json.Delim('{') {
-		return errors.New("is no JSON object")
-	}
-	open := []map[string]bool{{}} // keys of the objects that are open; nil for an array
-	for len(open) > 0 {
-		keys := open[len(open)-1]
-		if keys != nil && d.More() {
-			t, err := d.Token()
-			if err != nil {
-				return err
-			}
-			key, _ := t.(string)
-			if keys[key] {
-				return fmt.Errorf("field %q is given twice", key)
-			}
-			if !exactKey(key) {
-				return fmt.Errorf("unknown field %q", key)
-			}
-			keys[key] = true
-		}
-		t, err := d.Token()
-		switch {
-		case err != nil:
-			return err
-		case t == nil:
-			return errors.New("has a null")
-		case t == json.Delim('{'):
-			open = append(open, map[string]bool{})
-		case t == json.Delim('['):
-			open = append(open, nil)
-		case t == json.Delim('}'), t == json.Delim(']'):
-			open = open[:len(open)-1]
-		}
-		if len(open) > nestingMax {
-			return errors.New("is nested too deeply")
-		}
-	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return errors.New("has something behind its end")
-	}
-	return nil
-}
-
-// exactKey says whether a key can be one of ours as it is written: encoding/json would take "READ" for "read".
-func exactKey(key string) bool {
-	for _, c := range []byte(key) {
-		if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '_' {
-			return false
-		}
-	}
-	return true
-}
-
 // ValidName says whether a profile may be called so: 1 to 64 lower-case letters, digits and underscores.
-func ValidName(name string) bool { return name != "" && len(name) <= nameBytesMax && exactKey(name) }
+func ValidName(name string) bool {
+	return name != "" && len(name) <= nameBytesMax && strictjson.Name(name)
+}
 
 // Encode is the profile's file.
 func (p *Profile) Encode() ([]byte, error) {

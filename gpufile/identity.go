@@ -6,10 +6,11 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"strings"
 	"unicode"
 	"unicode/utf8"
+
+	"tuttifs/strictjson"
 )
 
 // Identity is everything that decides whether two blocks of equal keys are interchangeable. Every field must be
@@ -152,51 +153,26 @@ func ParseIdentity(b []byte) (Identity, error) {
 }
 
 func (i *Identity) parse(b []byte) error {
-	if !utf8.Valid(b) {
-		return errors.New("is not UTF-8")
+	var given map[string]json.RawMessage
+	if err := strictjson.Decode(b, &given); err != nil {
+		return err
 	}
-	d := json.NewDecoder(bytes.NewReader(b))
-	if t, err := d.Token(); err != nil || t != json.Delim('{') {
-		return errors.New("is no JSON object")
-	}
-	left := make(map[string]identityField)
 	for _, f := range i.fields() {
-		left[f.name] = f
-	}
-	for d.More() {
-		t, err := d.Token()
-		if err != nil {
-			return err
-		}
-		name, _ := t.(string)
-		f, ok := left[name]
+		raw, ok := given[f.name]
 		if !ok {
-			return fmt.Errorf("field %q is unknown or given twice", name)
+			return fmt.Errorf("field %q is missing", f.name)
 		}
-		delete(left, name)
-		var raw json.RawMessage
-		if err := d.Decode(&raw); err != nil {
-			return fmt.Errorf("field %q: %w", name, err)
-		}
-		if string(raw) == "null" {
-			return fmt.Errorf("field %q is null", name)
-		}
+		delete(given, f.name)
 		to := f.num
 		if f.text != nil {
 			to = f.text
 		}
 		if err := json.Unmarshal(raw, to); err != nil {
-			return fmt.Errorf("field %q: %w", name, err)
+			return fmt.Errorf("field %q: %w", f.name, err)
 		}
 	}
-	if _, err := d.Token(); err != nil {
-		return err
-	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return errors.New("has something behind its end")
-	}
-	for name := range left {
-		return fmt.Errorf("field %q is missing", name)
+	for name := range given {
+		return fmt.Errorf("field %q is unknown", name)
 	}
 	return nil
 }

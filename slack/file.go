@@ -10,7 +10,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"tuttifs/drivemodel"
+	"tuttifs/strictjson"
 )
 
 // FileBytesMax bounds files of tables and of layer times.
@@ -23,7 +23,7 @@ func Parse(b []byte) (*Table, error) {
 		return nil, fmt.Errorf("%w: more than %d bytes", ErrTable, FileBytesMax)
 	}
 	var t Table
-	if err := drivemodel.Decode(b, &t); err != nil {
+	if err := strictjson.Decode(b, &t); err != nil {
 		return nil, fmt.Errorf("%w: %w", ErrTable, err)
 	}
 	if err := t.Validate(); err != nil {

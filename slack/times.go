@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"tuttifs/drivemodel"
+	"tuttifs/strictjson"
 )
 
 // ErrTimes: a file of layer times that is none.
@@ -45,7 +45,7 @@ func ParseTimes(b []byte) (*Times, error) {
 	var err error
 	if text := bytes.TrimLeft(b, " \t\r\n"); len(text) > 0 && text[0] == '{' {
 		t.Version = 0
-		err = drivemodel.Decode(b, t)
+		err = strictjson.Decode(b, t)
 	} else {
 		t.Rows, err = parseCSV(b)
 	}

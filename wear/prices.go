@@ -1,12 +1,11 @@
 package wear
 
 import (
-	"encoding/json"
-	"errors"
 	"fmt"
 	"io"
 	"math"
-	"slices"
+
+	"tuttifs/strictjson"
 )
 
 // Prices are what 'tuttifs cost' and cost-aware admission reckon with. Money is in dollars, or in any other currency
@@ -125,48 +124,18 @@ const pricesMax = 64 << 10
 // once; one that is not known is an error, not a comment.
 func ParsePrices(r io.Reader) (Prices, error) {
 	p := DefaultPrices()
-	if err := p.decode(json.NewDecoder(io.LimitReader(r, pricesMax))); err != nil {
+	b, err := io.ReadAll(io.LimitReader(r, pricesMax+1))
+	switch {
+	case err != nil:
+	case len(b) > pricesMax:
+		err = fmt.Errorf("more than %d bytes", pricesMax)
+	default:
+		err = strictjson.Decode(b, &p)
+	}
+	if err != nil {
 		return Prices{}, fmt.Errorf("%w: prices: %w", ErrInvalid, err)
 	}
 	return p, p.Validate()
-}
-
-func (p *Prices) decode(d *json.Decoder) error {
-	if t, err := d.Token(); err != nil || t != json.Delim('{') {
-		return errors.New("no JSON object of numbers")
-	}
-	given := map[string]bool{}
-	fields := p.Fields()
-	for d.More() {
-		name, err := d.Token()
-		if err != nil {
-			return err
-		}
-		i := slices.IndexFunc(fields, func(f Field) bool { return f.Name == name })
-		switch {
-		case i < 0:
-			return fmt.Errorf("unknown field %q", name)
-		case given[fields[i].Name]:
-			return fmt.Errorf("field %q is given twice", name)
-		}
-		given[fields[i].Name] = true
-		value, err := d.Token()
-		if err != nil {
-			return fmt.Errorf("%s: %w", name, err)
-		}
-		number, ok := value.(float64)
-		if !ok {
-			return fmt.Errorf("%s is no number", name)
-		}
-		*fields[i].Value = number
-	}
-	if _, err := d.Token(); err != nil {
-		return err
-	}
-	if _, err := d.Token(); !errors.Is(err, io.EOF) {
-		return errors.New("something follows the JSON object")
-	}
-	return nil
 }
 
 // byteWear is what writing a byte of KV costs in flash: the part of the drive's rated endurance that it takes. Both
