@@ -1,5 +1,7 @@
 package nvme
 
+import "encoding/binary"
+
 // BlocksMax is the most blocks of one Read, Write or Write Zeroes (NLB is 16 bits, zero-based).
 const BlocksMax = 1 << 16
 
@@ -74,4 +76,38 @@ func BuildSetQueues(sqe *SQE, cid, n uint16) {
 // BuildAbort makes an admin Abort of command victim of submission queue qid.
 func BuildAbort(sqe *SQE, cid, qid, victim uint16) {
 	*sqe = SQE{Opcode: AdminAbort, CID: cid, CDW10: uint32(victim)<<16 | uint32(qid)}
+}
+
+// BuildGetLog makes an admin Get Log Page of length bytes, a multiple of 4, from offset, a multiple of 4, into the data
+// pointer, which is set afterwards. The page's events stay unacknowledged.
+func BuildGetLog(sqe *SQE, cid uint16, nsid uint32, page uint8, offset uint64, length uint32) {
+	words := length/4 - 1
+	*sqe = SQE{
+		Opcode: AdminGetLogPage, CID: cid, NSID: nsid,
+		CDW10: uint32(page) | LogRetainEvents | words<<16, CDW11: words >> 16,
+		CDW12: uint32(offset), CDW13: uint32(offset >> 32),
+	}
+}
+
+// BuildGetFeature makes an admin Get Features of the current value.
+func BuildGetFeature(sqe *SQE, cid uint16, nsid uint32, feature uint8) {
+	*sqe = SQE{Opcode: AdminGetFeatures, CID: cid, NSID: nsid, CDW10: uint32(feature)}
+}
+
+// BuildSetFeature makes an admin Set Features that is not saved.
+func BuildSetFeature(sqe *SQE, cid uint16, nsid uint32, feature uint8, value uint32) {
+	*sqe = SQE{Opcode: AdminSetFeatures, CID: cid, NSID: nsid, CDW10: uint32(feature), CDW11: value}
+}
+
+// BuildFormat makes an admin Format NVM to LBA format index, without metadata or secure erase. Everything that the
+// namespace holds is lost.
+func BuildFormat(sqe *SQE, cid uint16, nsid uint32, index uint8) {
+	*sqe = SQE{Opcode: AdminFormatNVM, CID: cid, NSID: nsid, CDW10: uint32(index&0xf) | uint32(index>>4&3)<<12}
+}
+
+// PutDSMRange writes one range of a Dataset Management command into b, which has room for it.
+func PutDSMRange(b []byte, lba uint64, blocks uint32) {
+	binary.LittleEndian.PutUint32(b, 0)
+	binary.LittleEndian.PutUint32(b[4:], blocks)
+	binary.LittleEndian.PutUint64(b[8:], lba)
 }

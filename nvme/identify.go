@@ -1,9 +1,12 @@
 package nvme
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"math/bits"
+	"strings"
 	"structs"
 	"unsafe"
 )
@@ -79,13 +82,19 @@ type IdentifyController struct {
 	_         [1024]byte
 }
 
-// Bits of OACS, ONCS, VWC and SGLS that are used.
+// Bits of CTRATT, OACS, LPA, FNA, ONCS, VWC and SGLS that are used.
 const (
+	CTRATTFDP        = 1 << 19 // Flexible Data Placement
+	OACSFormat       = 1 << 1
+	LPASMARTPerNS    = 1 << 0
+	LPAExtended      = 1 << 2 // Get Log Page takes an offset and 32 bits of length
+	FNAFormatAll     = 1 << 0 // Format NVM is for all namespaces at once
 	ONCSCompare      = 1 << 0
 	ONCSDSM          = 1 << 2
 	ONCSWriteZeroes  = 1 << 3
 	VWCPresent       = 1 << 0
 	VWCFlushNSID     = 3 << 1 // Flush supports the broadcast NSID
+	SGLSMask         = 3 << 0 // 0 is no support
 	SGLSSupported    = 1 << 0
 	SGLSDwordAligned = 2 << 0
 	SGLSBitBucket    = 1 << 16
@@ -212,6 +221,18 @@ func (n *IdentifyNamespace) UnmarshalBinary(b []byte) error {
 // Format is the namespace's formatted LBA format. Bits 6:5 and 3:0 of FLBAS are its index.
 func (n *IdentifyNamespace) Format() LBAFormat { return n.LBAF[n.FLBAS&0xf|n.FLBAS>>5&3<<4] }
 
+// FormatOf is the index of the LBA format of 1 << shift bytes without metadata that performs best.
+func (n *IdentifyNamespace) FormatOf(shift uint8) (index uint8, ok bool) {
+	best := uint8(math.MaxUint8)
+	for i := range min(int(n.NLBAF)+1, len(n.LBAF)) {
+		// RP is a rank: 0 is the best.
+		if f := n.LBAF[i]; f.LBADS == shift && f.MS == 0 && f.RP&3 < best {
+			index, best, ok = uint8(i), f.RP&3, true
+		}
+	}
+	return index, ok
+}
+
 // SetFormat declares one format of 1 << shift bytes without metadata.
 func (n *IdentifyNamespace) SetFormat(shift uint8) {
 	n.NLBAF, n.FLBAS = 0, 0
@@ -230,4 +251,68 @@ func PadASCII(dst []byte, s string) {
 			dst[i] = s[i]
 		}
 	}
+}
+
+// ParseNamespaceList takes the identifiers of an active namespace list (CNS 02h, Base 2.0 section 5.17.2.3): ascending,
+// ended by zero or by the page.
+func ParseNamespaceList(b []byte) (ids []uint32, err error) {
+	if len(b) != IdentifyBytes {
+		return nil, fmt.Errorf("%w: namespace list: %d bytes, want %d", ErrIdentify, len(b), IdentifyBytes)
+	}
+	last := uint32(0)
+	for ; len(b) > 0; b = b[4:] {
+		id := binary.LittleEndian.Uint32(b)
+		if id == 0 {
+			break
+		}
+		if id <= last || id >= NSIDBroadcast-1 {
+			return nil, fmt.Errorf("%w: namespace list: %#x after %#x", ErrIdentify, id, last)
+		}
+		ids, last = append(ids, id), id
+	}
+	return ids, nil
+}
+
+// NamespaceNames are what a namespace is known by for ever (CNS 03h, Base 2.0 figure 277). Zero where it has no such
+// name.
+type NamespaceNames struct {
+	EUI64      [8]byte
+	NGUID      [16]byte
+	UUID       [16]byte
+	CommandSet uint8 // 0 is NVM
+}
+
+// ParseNamespaceNames takes them from the list of descriptors. Types that are not known are skipped.
+func ParseNamespaceNames(b []byte) (n NamespaceNames, err error) {
+	if len(b) != IdentifyBytes {
+		return n, fmt.Errorf("%w: namespace descriptors: %d bytes, want %d", ErrIdentify, len(b), IdentifyBytes)
+	}
+	for len(b) >= 4 && b[1] != 0 {
+		kind, length := b[0], int(b[1])
+		if length > len(b)-4 {
+			return NamespaceNames{}, fmt.Errorf("%w: namespace descriptor %d of %d bytes crosses the page's end",
+				ErrIdentify, kind, length)
+		}
+		value := b[4:][:length]
+		want := map[uint8][]byte{NIDTEUI64: n.EUI64[:], NIDTNGUID: n.NGUID[:], NIDTUUID: n.UUID[:], NIDTCSI: {0}}[kind]
+		if want != nil && len(want) != length {
+			return NamespaceNames{}, fmt.Errorf("%w: namespace descriptor %d has %d bytes, want %d",
+				ErrIdentify, kind, length, len(want))
+		}
+		if copy(want, value); kind == NIDTCSI {
+			n.CommandSet = value[0]
+		}
+		b = b[4+length:]
+	}
+	return n, nil
+}
+
+// Text is a serial, model or firmware field as people read it: without padding, and without what a terminal obeys.
+func Text(field []byte) string {
+	return strings.Map(func(c rune) rune {
+		if c < 0x20 || c > 0x7e {
+			return '?'
+		}
+		return c
+	}, strings.TrimRight(string(field), " \x00"))
 }

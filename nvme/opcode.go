@@ -74,6 +74,7 @@ const (
 	FeatureInterruptVector  = 0x09
 	FeatureWriteAtomicity   = 0x0a
 	FeatureAsyncEvent       = 0x0b
+	FeatureFDP              = 0x1d
 	FeatureSelectMask       = 0x07 // Get Features CDW10 bits 10:8
 	FeatureSelectCurrent    = 0
 	FeatureSelectDefault    = 1
@@ -89,6 +90,11 @@ const (
 	LogSMART     = 0x02
 	LogFirmware  = 0x03
 	LogCommands  = 0x05
+	LogFDPConfig = 0x20 // Flexible Data Placement: configurations of an endurance group (Base 2.1 section 5.1.12.1.28)
+	LogFDPStats  = 0x22 // its statistics
+
+	// LogRetainEvents is the RAE bit of CDW10: the page's events are not acknowledged by reading it.
+	LogRetainEvents = 1 << 15
 )
 
 // Bits of Create I/O Submission/Completion Queue CDW11 (Base 2.0 figures 156 and 160).
