@@ -38,6 +38,8 @@ var rooms = map[string][]string{
 	"extentmap/check":   {"extentmap/ondisk", "stripe", "drive", "checksum"},
 	"gpufile":           {"extentmap", "extentmap/ondisk", "stripe", "checksum", "wear", "strictjson"},
 	"nvme/emu":          {"nvme", "drive", "drivemodel"},
+	"nvme/vfio":         {"nvme", "drive"},
+	"nvme/nvmetest":     {"nvme", "nvme/emu", "nvme/vfio", "drive"},
 	"cuda":              {},
 	"cuda/cudatest":     {"cuda", "nvme", "checksum"},
 	"gio":               {"stripe", "nvme", "checksum", "cuda", "slack"},

@@ -113,7 +113,9 @@ type DriveDocument struct {
 
 // NewDriveDocument describes a drive as mkfs, info and the status files show it.
 func NewDriveDocument(d *extentmap.DriveInfo) DriveDocument {
-	kind := map[drive.Kind]string{drive.File: "file", drive.Block: "block", drive.Memory: "memory"}[d.Kind]
+	kind := map[drive.Kind]string{
+		drive.File: "file", drive.Block: "block", drive.Memory: "memory", drive.NVMe: "nvme",
+	}[d.Kind]
 	return DriveDocument{d.Index, extentmap.FormatUUID(d.UUID), d.Name, kind, d.Bytes, d.LBABytes, d.Direct, d.Mapped,
 		d.Metadata, d.Discard, d.Segments, d.FreeSegments, d.ReadErrors, d.WriteErrors, d.Timeouts, d.State.String(),
 		d.Held, d.Cause, nil}

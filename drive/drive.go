@@ -16,6 +16,7 @@ const (
 	File Kind = iota
 	Block
 	Memory
+	NVMe // a namespace of a controller that this process drives itself
 )
 
 var (
@@ -48,9 +49,9 @@ type Drive interface {
 	Kind() Kind
 	// Direct says whether I/O bypasses the page cache (probed, never assumed).
 	Direct() bool
-	// Name is the path, or a label for memory.
+	// Name is the path, a label for memory, or a namespace's address.
 	Name() string
-	// Fd is the descriptor for asynchronous I/O, or -1 for memory.
+	// Fd is the descriptor for asynchronous I/O, or -1 where there is none.
 	Fd() int
 	// Bytes is the storage itself, where it can be addressed: of a memory drive, and of a file on a filesystem that is
 	// memory. It is the same storage that the methods reach, and gone after Close: whoever keeps it must have ended

@@ -59,6 +59,9 @@ var namespaceName = regexp.MustCompile(`/nvme\d+(c\d+)?n\d+(/nvme\d+n\d+p\d+)?$`
 // else has a part of that drive. p has its length: a multiple of 4, at most LogBytesMax. ErrNotNVMe and ErrNoLog say
 // that there is none; reading needs CAP_SYS_ADMIN.
 func ReadLog(d Drive, page uint8, p []byte) error {
+	if n, ok := d.(interface{ ReadLog(uint8, []byte) error }); ok {
+		return n.ReadLog(page, p)
+	}
 	f, ok := d.(*file)
 	if !ok || f.kind != Block {
 		return fmt.Errorf("drive %s: %w", d.Name(), ErrNotNVMe)

@@ -47,7 +47,7 @@ func (d *discarder) admit(m *member) {
 	if m.dev == nil {
 		return
 	}
-	on := m.dev.Kind() == drive.Block
+	on := m.dev.Kind() == drive.Block || m.dev.Kind() == drive.NVMe
 	if d.v.o.Discard != nil {
 		on = *d.v.o.Discard
 	}

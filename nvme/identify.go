@@ -152,8 +152,9 @@ type IdentifyNamespace struct {
 
 // Values of namespace fields that are used.
 const (
-	DLFEATZeroes   = 1
-	NSWriteProtect = 1 << 0
+	DLFEATZeroes      = 1      // of bits 2:0: deallocated blocks read as zeroes
+	DLFEATWriteZeroes = 1 << 3 // Write Zeroes deallocates if it is asked to
+	NSWriteProtect    = 1 << 0
 )
 
 var (

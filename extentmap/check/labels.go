@@ -319,7 +319,8 @@ func sameHistory(l, trusted *ondisk.Label) bool {
 // checkMember compares what may change from writing to writing.
 func (c *checker) checkMember(m *member) {
 	l, ref := m.label, c.label
-	if shift := bits.TrailingZeros(uint(m.LBABytes())); int(l.LBAShift) != shift && m.Kind() == drive.Block {
+	device := m.Kind() == drive.Block || m.Kind() == drive.NVMe
+	if shift := bits.TrailingZeros(uint(m.LBABytes())); int(l.LBAShift) != shift && device {
 		c.at(m, 0, warningf("label", "", "formatted for blocks of %d bytes, the device has %d", 1<<l.LBAShift,
 			m.LBABytes()))
 	}

@@ -1,0 +1,178 @@
+// Package nvmetest is the conformance suite of controllers and of the driver that starts them: the same tests for the
+// virtual controller, in process, and for controllers of hardware or of a machine emulator, through VFIO. Each vouches
+// for the other.
+package nvmetest
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+
+	"tuttifs/nvme"
+	"tuttifs/nvme/emu"
+)
+
+// registerBytes is enough for the doorbells of a thousand queues.
+const registerBytes = 16 << 10
+
+// Emulated is the transport to a virtual controller in this process. It finds memory as an IOMMU does: what is not
+// mapped is not reached.
+type Emulated struct {
+	Controller *emu.Controller
+
+	gone      atomic.Bool
+	requested chan struct{}
+	faults    atomic.Pointer[Faults]
+
+	mu      sync.Mutex
+	next    uint64
+	regions atomic.Pointer[[]region] // sorted, never changed in place
+	closed  bool
+}
+
+type region struct {
+	iova uint64
+	b    []byte
+}
+
+// iovaBase is where the controller's address space begins: not zero, so that forgotten addresses are noticed.
+const iovaBase = 1 << 32
+
+// NewEmulated makes the transport. It owns the controller from then on.
+func NewEmulated(c *emu.Controller) *Emulated {
+	t := &Emulated{Controller: c, next: iovaBase, requested: make(chan struct{})}
+	t.regions.Store(&[]region{})
+	c.SetHostMemory(t)
+	return t
+}
+
+// Translate finds memory for the controller.
+func (t *Emulated) Translate(iova uint64, n uint32) []byte {
+	for _, r := range *t.regions.Load() {
+		if iova >= r.iova && iova-r.iova < uint64(len(r.b)) && uint64(n) <= uint64(len(r.b))-(iova-r.iova) {
+			return r.b[iova-r.iova:][:n]
+		}
+	}
+	return nil
+}
+
+// Name is an address that no PCI device has.
+func (t *Emulated) Name() string { return "emulated" }
+
+// Load32 reads a register.
+func (t *Emulated) Load32(off uint32) uint32 {
+	if t.gone.Load() || off >= registerBytes {
+		return 0xffffffff
+	}
+	if f := t.faults.Load(); f != nil && f.Load != nil {
+		if v, ok := f.Load(off); ok {
+			return v
+		}
+	}
+	return uint32(t.Controller.ReadRegister(off, 4))
+}
+
+// Store32 writes a register.
+func (t *Emulated) Store32(off, v uint32) {
+	if t.gone.Load() || off >= registerBytes {
+		return
+	}
+	if f := t.faults.Load(); f != nil && f.Store != nil && f.Store(off, v) {
+		return
+	}
+	t.Controller.WriteRegister(off, uint64(v), 4)
+}
+
+// RegisterBytes is the size of the register space.
+func (t *Emulated) RegisterBytes() uint32 { return registerBytes }
+
+var errMap = errors.New("emulated: map")
+
+// Map gives memory an address. A page between two regions stays unmapped.
+func (t *Emulated) Map(b []byte) (uint64, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed || len(b) == 0 || (len(b)|int(uintptr(unsafe.Pointer(&b[0]))))%emu.PageBytes != 0 {
+		return 0, fmt.Errorf("%w: %d bytes", errMap, len(b))
+	}
+	iova := t.next
+	t.next += uint64(len(b)) + emu.PageBytes
+	regions := append(slices.Clone(*t.regions.Load()), region{iova, b})
+	t.regions.Store(&regions)
+	return iova, nil
+}
+
+// Unmap takes it away.
+func (t *Emulated) Unmap(b []byte, iova uint64) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	regions := slices.Clone(*t.regions.Load())
+	i := slices.IndexFunc(regions, func(r region) bool { return r.iova == iova && len(r.b) == len(b) })
+	switch {
+	case i >= 0:
+		regions = slices.Delete(regions, i, i+1)
+		t.regions.Store(&regions)
+	case !t.closed:
+		return fmt.Errorf("%w: %#x was not mapped", errMap, iova)
+	}
+	return nil
+}
+
+// Mapped is how many regions are mapped.
+func (t *Emulated) Mapped() int { return len(*t.regions.Load()) }
+
+// Gone says whether Remove was called.
+func (t *Emulated) Gone() bool { return t.gone.Load() }
+
+// Remove takes the controller away by surprise: registers read as all ones, and nothing touches memory any more.
+func (t *Emulated) Remove() {
+	t.gone.Store(true)
+	t.Controller.Close()
+}
+
+// Faults are what tests do to the way to the controller. Each may be nil.
+type Faults struct {
+	Load  func(off uint32) (v uint32, instead bool)
+	Store func(off, v uint32) (swallowed bool)
+	Reset func() error // instead of a reset from outside, if it is an error
+}
+
+// SetFaults installs them; nil removes them.
+func (t *Emulated) SetFaults(f *Faults) { t.faults.Store(f) }
+
+// Reset resets the function.
+func (t *Emulated) Reset() error {
+	if f := t.faults.Load(); f != nil && f.Reset != nil {
+		if err := f.Reset(); err != nil {
+			return err
+		}
+	}
+	t.Controller.WriteRegister(nvme.RegCC, 0, 4)
+	return nil
+}
+
+// Requested is closed by Request.
+func (t *Emulated) Requested() <-chan struct{} { return t.requested }
+
+// Request is the system's wish to have the controller back.
+func (t *Emulated) Request() { close(t.requested) }
+
+// Doorbells says that they cannot be mapped.
+func (t *Emulated) Doorbells() (fd int, offset int64, ok bool) { return -1, 0, false }
+
+// Close ends the controller; it reaches nothing any more.
+func (t *Emulated) Close() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return errMap
+	}
+	t.closed = true
+	t.Controller.Close()
+	t.regions.Store(&[]region{})
+	t.gone.Store(true)
+	return nil
+}
