@@ -29,7 +29,7 @@ const (
 )
 
 // Scheduler says what an executor may have in flight. It is told what compute does (by the session's user) and what
-// I/O does (by the executor), and may be called from any thread; policy has its rules. One scheduler is of one executor,
+// I/O does (by the executor), and may be called from any thread; policy has its rules. A scheduler is of one executor:
 // RingConfig.Scheduler.
 type Scheduler struct {
 	mu     sync.Mutex
@@ -71,8 +71,8 @@ func (s *Scheduler) told(f func(p *policy, now int64)) {
 }
 
 // Prefill begins a pass of so many layers over input new tokens behind prefix cached ones, and ends the one before.
-// Reads that are issued from now on are for it; so are those that were issued while nothing was under way, or for layers
-// that the pass before had behind it.
+// Reads that are issued from now on are for it; so are those that were issued while nothing was under way, or for
+// layers that the pass before had behind it.
 func (s *Scheduler) Prefill(input, prefix, layers int) error {
 	if input < 1 || input > slack.LengthMax || prefix < 0 || prefix > slack.LengthMax || layers < 1 ||
 		layers > schedLayersMax {
@@ -83,8 +83,8 @@ func (s *Scheduler) Prefill(input, prefix, layers int) error {
 	return nil
 }
 
-// LayerDone says that compute has done a layer of the pass, and all before it; the last one's ends the pass. One that is
-// done already is not done again, and without a pass it says nothing.
+// LayerDone says that compute has done a layer of the pass, and all before it; the last one's ends the pass. One that
+// is done already is not done again, and without a pass it says nothing.
 func (s *Scheduler) LayerDone(layer int) {
 	s.told(func(p *policy, now int64) { p.layerDone(now, layer) })
 }

@@ -52,8 +52,8 @@ func (p *policy) loaded(input, prefix, layers int) int64 {
 	return first + int64(layers-1)*max(window, restore) + window
 }
 
-// loadedLeast is how much of its prefix a pass must have read for its time to be compared with the estimate, in parts of
-// 16: engines have some of a prefix in their own cache.
+// loadedLeast is how much of its prefix a pass must have read for its time to be compared with the estimate, in parts
+// of 16: engines have some of a prefix in their own cache.
 const loadedLeast = 15
 
 // noteLoad compares the estimate of a pass that is done with what it took.

@@ -1,7 +1,7 @@
 package gio
 
-// readBook has the reads of layers: of the pass that is under way (or, where none is, of the one that comes), and of the
-// pass behind it. Batches of one layer begin and end in the order of their issue, so that this pass's come first.
+// readBook has the reads of layers: of the pass that is under way (or, where none is, of the one that comes), and of
+// the pass behind it. Batches of one layer begin and end in the order of their issue, so that this pass's come first.
 type readBook struct {
 	layers [2][]layerReads
 	top    [2]int // no layer from here on has any
