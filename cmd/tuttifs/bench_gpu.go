@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tuttifs/cuda"
+	"tuttifs/drivemodel"
 	"tuttifs/gio"
 )
 
@@ -18,6 +19,8 @@ type benchGPUOptions struct {
 	json    bool
 	quick   bool
 	only    []string
+	profile string
+	drives  int
 	device  int
 	gpus    int
 	pollers int
@@ -67,6 +70,8 @@ func newBenchGPU() *command {
 	}
 	f := newFlags("bench gpu")
 	f.StringSliceVar(&o.only, "only", nil, "`PARTS` to run, separated by commas (default: all that apply)")
+	f.StringVar(&o.profile, "drive-profile", "", "hold each drive back to this `PROFILE`, a name or a file")
+	f.IntVar(&o.drives, "drives", 4, "RAM-backed drives")
 	f.IntVar(&o.device, "device", 0, "the first GPU")
 	f.IntVar(&o.gpus, "gpus", 1, "GPUs for the part gpus")
 	f.IntVar(&o.pollers, "pollers", 0, "threads that serve the drives of a GPU (default: by cores, at most 12)")
@@ -92,11 +97,15 @@ this process. Every part compares the bytes that it moved with the drives' image
 
 ` + gpuPartsHelp() + `
 
+With --drive-profile the drives are modelled, and only the parts that say something of drives are run: those
+marked with a star.
+
 Compute is measured in turns of some ten milliseconds, undisturbed, disturbed and undisturbed again, since clocks drift;
 the interval is that of 95 % confidence. Needs a GPU, its driver, and for the GEMM cuBLAS 13.`,
 		example: `
 tuttifs bench gpu
 tuttifs bench gpu --only restore,store --json
+tuttifs bench gpu --drive-profile paper --drives 2
 tuttifs bench gpu --only gpus --gpus 2`,
 		run: func(ctx context.Context, e *env, _ []string) error { return o.run(ctx, e) },
 	}
@@ -106,30 +115,35 @@ tuttifs bench gpu --only gpus --gpus 2`,
 type gpuPart struct {
 	name, what string
 	run        func(b *gpuBench) error
+	modelled   bool // it says something of drives that are held back to a profile
 }
 
 // gpuParts are in the order in which they run: where time is short, the last ones are left out.
 func gpuParts() []gpuPart {
 	return []gpuPart{
-		{"restore", "layers of 32-, 64- and 128-KiB objects to a paged pool", (*gpuBench).restore},
-		{"store", "the way back", (*gpuBench).store},
-		{"compute", "transfers beside a GEMM and beside an attention prefill", (*gpuBench).compute},
-		{"decode", "restore beside decode-like steps", (*gpuBench).decode},
-		{"commands", "commands a second, empty and of 4 KiB", (*gpuBench).commands},
-		{"cpu", "CPU time of the I/O thread and of the pollers", (*gpuBench).cpu},
-		{"sums", "the same with checksums and without, in turns", (*gpuBench).sums},
-		{"others", "the same objects by CPU and copy engine, and by cuFile", (*gpuBench).others},
-		{"gpus", "several GPUs at once (with --gpus 2 or more)", (*gpuBench).several},
-		{"register", "registration of 1.5 million tensors", (*gpuBench).register},
-		{"descriptors", "SGL against PRP", (*gpuBench).descriptors},
-		{"ablation", "each idea off in turn, and sizes of staging and bounce memory", (*gpuBench).ablation},
+		{"restore", "layers of 32-, 64- and 128-KiB objects to a paged pool", (*gpuBench).restore, true},
+		{"store", "the way back", (*gpuBench).store, true},
+		{"compute", "transfers beside a GEMM and beside an attention prefill", (*gpuBench).compute, true},
+		{"decode", "restore beside decode-like steps", (*gpuBench).decode, true},
+		{"commands", "commands a second, empty and of 4 KiB", (*gpuBench).commands, false},
+		{"cpu", "CPU time of the I/O thread and of the pollers", (*gpuBench).cpu, false},
+		{"sums", "the same with checksums and without, in turns", (*gpuBench).sums, false},
+		{"others", "the same objects by CPU and copy engine, and by cuFile", (*gpuBench).others, false},
+		{"gpus", "several GPUs at once (with --gpus 2 or more)", (*gpuBench).several, false},
+		{"register", "registration of 1.5 million tensors", (*gpuBench).register, false},
+		{"descriptors", "SGL against PRP", (*gpuBench).descriptors, false},
+		{"ablation", "each idea off in turn, and sizes of staging and bounce memory", (*gpuBench).ablation, false},
 	}
 }
 
 func gpuPartsHelp() string {
 	var b strings.Builder
 	for _, p := range gpuParts() {
-		fmt.Fprintf(&b, "  %-12s %s\n", p.name, p.what)
+		mark := " "
+		if p.modelled {
+			mark = "*"
+		}
+		fmt.Fprintf(&b, "  %-12s%s %s\n", p.name, mark, p.what)
 	}
 	return strings.TrimRight(b.String(), "\n")
 }
@@ -165,19 +179,22 @@ func (o *benchGPUOptions) plan() {
 }
 
 func (o *benchGPUOptions) validate() error {
-	known := make([]string, 0, len(gpuParts()))
-	for _, p := range gpuParts() {
-		known = append(known, p.name)
-	}
+	known, modelled := partNames(false), partNames(true)
 	for _, name := range o.only {
 		if !slices.Contains(known, name) {
 			return usagef("--only: there is no part %q; the parts are %s", name, strings.Join(known, ", "))
+		}
+		if o.profile != "" && !slices.Contains(modelled, name) {
+			return usagef("--only: %s says nothing of modelled drives (--drive-profile); these do: %s", name,
+				strings.Join(modelled, ", "))
 		}
 	}
 	const least, most = 1 << 20, 1 << 36
 	switch {
 	case o.device < 0 || o.gpus < 1 || o.gpus > 64:
 		return usagef("--device is %d and --gpus %d, want 0 or more and 1 to 64", o.device, o.gpus)
+	case o.drives < 1 || o.drives > gpuDrivesMax:
+		return usagef("--drives is %d, want 1 to %d", o.drives, gpuDrivesMax)
 	case o.pollers < 0 || o.pollers > 256:
 		return usagef("--pollers is %d, want 1 to 256", o.pollers)
 	case o.lanes < 1 || o.lanes > gio.LanesMax:
@@ -198,11 +215,34 @@ func (o *benchGPUOptions) validate() error {
 	return nil
 }
 
+// partNames are those of all parts, or only of those that say something of modelled drives.
+func partNames(modelled bool) (names []string) {
+	for _, p := range gpuParts() {
+		if p.modelled || !modelled {
+			names = append(names, p.name)
+		}
+	}
+	return names
+}
+
+// wanted says whether a part is to be run.
+func (o *benchGPUOptions) wanted(p *gpuPart) bool {
+	switch {
+	case len(o.only) > 0:
+		return slices.Contains(o.only, p.name)
+	case o.profile != "":
+		return p.modelled
+	default:
+		return p.name != "gpus" || o.gpus > 1
+	}
+}
+
 // gpuBench is a run of the bench.
 type gpuBench struct {
 	o       *benchGPUOptions
 	ctx     context.Context
 	driver  *cuda.Driver
+	profile *drivemodel.Profile // of each drive; nil: as fast as memory is
 	gpu     *gpuDevice
 	volume  *gpuVolume
 	scratch *cuda.HostMemory // of a layer, for comparing
@@ -217,6 +257,12 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 		return err
 	}
 	o.plan()
+	var profile *drivemodel.Profile
+	if o.profile != "" {
+		if profile, err = loadProfile(o.profile); err != nil {
+			return err
+		}
+	}
 	driver, err := o.open()
 	if err != nil {
 		return fmt.Errorf("this needs an NVIDIA GPU: %w", err)
@@ -226,7 +272,7 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 	defer runtime.UnlockOSThread()
 	limited, cancel := context.WithTimeout(ctx, o.limit)
 	defer cancel()
-	b := &gpuBench{o: o, ctx: limited, driver: driver}
+	b := &gpuBench{o: o, ctx: limited, driver: driver, profile: profile}
 	defer func() { err = errors.Join(err, b.close()) }()
 	if err := b.open(); err != nil {
 		return err
@@ -234,8 +280,7 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 	// A part that fails is reported, and the others have their turn.
 	var failed []error
 	for _, part := range gpuParts() {
-		if len(o.only) > 0 && !slices.Contains(o.only, part.name) ||
-			len(o.only) == 0 && part.name == "gpus" && o.gpus == 1 {
+		if !o.wanted(&part) {
 			continue
 		}
 		begin := time.Now()
@@ -281,7 +326,7 @@ func (b *gpuBench) open() error {
 	if b.gpu, err = openGPUDevice(b.driver, b.o.device); err != nil {
 		return err
 	}
-	if b.volume, err = newGPUVolume(b.o); err != nil {
+	if b.volume, err = newGPUVolume(b.o, b.profile); err != nil {
 		return err
 	}
 	if b.scratch, err = b.gpu.context.AllocHost(int(b.o.layer), false); err != nil {
@@ -289,7 +334,8 @@ func (b *gpuBench) open() error {
 	}
 	b.report = &gpuReport{
 		OutputVersion: outputVersion, GPU: b.gpu.device.Name(), DriverVersion: b.driver.Version(),
-		Cores: runtime.GOMAXPROCS(0), Pollers: b.o.pollers, Lanes: b.o.lanes, Drives: gpuDrives, Runs: b.o.runs,
+		Cores: runtime.GOMAXPROCS(0), Pollers: b.o.pollers, Lanes: b.o.lanes, Drives: b.o.drives, Runs: b.o.runs,
+		Profile:      b.profile,
 		StagingBytes: uint64(b.o.staging), BounceBytes: uint64(b.o.bounce), LayerBytes: uint64(b.o.layer),
 		MoveBytes: uint64(b.o.move), Moves: b.o.moves, HarvestBlocks: b.o.blocks,
 		Layers: b.o.scale.layers,

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"io"
 	"os"
+
+	"tuttifs/drivemodel"
 )
 
 // gpuReport is the command's document.
@@ -25,6 +27,8 @@ type gpuReport struct {
 	Moves         int    `json:"moves"`
 	HarvestBlocks int    `json:"harvest_blocks"`
 
+	Profile *drivemodel.Profile `json:"profile,omitempty"` // of each drive; without one they are as fast as memory is
+
 	Rates         []gpuRate         `json:"rates,omitempty"`
 	Sums          []gpuSumsCost     `json:"sums,omitempty"`
 	Beside        []gpuBeside       `json:"beside_compute,omitempty"`
@@ -40,7 +44,7 @@ type gpuReport struct {
 	Failures      []string          `json:"failures,omitempty"` // of parts
 }
 
-// gpuBar is a figure that was promised.
+// gpuBar is a figure that was promised: of drives without a profile, if nothing else is said.
 type gpuBar struct {
 	Name   string  `json:"name"`
 	Got    float64 `json:"got"`
@@ -57,11 +61,15 @@ type gpuSeconds struct {
 }
 
 func (r *gpuReport) atLeast(name string, got, wanted float64, unit string) {
-	r.Bars = append(r.Bars, gpuBar{name, got, wanted, unit, false, got >= wanted})
+	if r.Profile == nil {
+		r.Bars = append(r.Bars, gpuBar{name, got, wanted, unit, false, got >= wanted})
+	}
 }
 
 func (r *gpuReport) atMost(name string, got, wanted float64, unit string) {
-	r.Bars = append(r.Bars, gpuBar{name, got, wanted, unit, true, got <= wanted})
+	if r.Profile == nil {
+		r.Bars = append(r.Bars, gpuBar{name, got, wanted, unit, true, got <= wanted})
+	}
 }
 
 func (r *gpuReport) note(format string, args ...any) {
@@ -84,6 +92,9 @@ func (r *gpuReport) print(e *env) error {
 	e.printf("%d layers of %s, %d runs an object, staging %s, bounce %s, %d pieces of %s, %d blocks\n", r.Layers,
 		humanBytes(r.LayerBytes), r.Runs, humanBytes(r.StagingBytes), humanBytes(r.BounceBytes), r.Moves,
 		humanBytes(r.MoveBytes), r.HarvestBlocks)
+	if r.Profile != nil {
+		e.printf("drives are MODELLED, each one: %s\n  of %s\n", r.Profile.Summary(), r.Profile.Of)
+	}
 	for _, part := range []struct {
 		title, head string
 		rows        int

@@ -179,7 +179,7 @@ func (r *gpuRig) serve(n int) error {
 
 func (r *gpuRig) quiesce(lane int) error {
 	var errs []error
-	for _, q := range r.queues[lane*gpuDrives : (lane+1)*gpuDrives] {
+	for _, q := range r.queues[lane*len(r.drives) : (lane+1)*len(r.drives)] {
 		errs = append(errs, q.Quiesce(time.Now().Add(10*time.Second)))
 	}
 	return errors.Join(errs...)
@@ -237,7 +237,7 @@ func (r *gpuRig) close() error {
 		}
 		errs = append(errs, r.ring.Close())
 	}
-	for lane := range len(r.queues) / gpuDrives {
+	for lane := range len(r.queues) / max(len(r.drives), 1) {
 		errs = append(errs, r.quiesce(lane))
 	}
 	if r.pool != 0 {

@@ -28,7 +28,7 @@ func smallBenchGPU(t *testing.T, gpus int) *benchGPUOptions {
 	maps.Copy(kernels, cudatest.BenchKernels())
 	fake := cudatest.Start(t, cudatest.Config{Kernels: kernels, Devices: gpus, MemoryBytes: 4 << 30})
 	return &benchGPUOptions{
-		json: true, gpus: gpus, pollers: 2, lanes: 2, runs: 2, layer: 1 << 20, staging: 8 << 20, bounce: 4 << 20,
+		json: true, gpus: gpus, drives: 4, pollers: 2, lanes: 2, runs: 2, layer: 1 << 20, staging: 8 << 20, bounce: 4 << 20,
 		move: 256 << 10, moves: 2, blocks: 4,
 		dir: t.TempDir(), open: func() (*cuda.Driver, error) { return fake.Driver(), nil },
 		scale: gpuScale{
@@ -108,6 +108,36 @@ func TestBenchGPURunsOnlyWhatIsAskedFor(t *testing.T) {
 	require.NotContains(t, out.String(), "Ablation")
 }
 
+// Modelled drives are stated, measured by the parts that say something of them, and hold the rates down.
+func TestBenchGPUModelled(t *testing.T) {
+	o := smallBenchGPU(t, 1)
+	o.profile, o.drives, o.only = "cloud", 2, []string{"restore", "store"}
+	var out, warnings bytes.Buffer
+	e := &env{stdout: &out, stderr: &warnings}
+	require.NoError(t, o.run(t.Context(), e))
+	var r gpuReport
+	require.NoError(t, json.Unmarshal(out.Bytes(), &r))
+	require.Equal(t, "cloud", r.Profile.Name)
+	require.Equal(t, 2, r.Drives)
+	require.Empty(t, r.Bars, "they are of drives in memory")
+	require.Len(t, r.Rates, 12)
+	for _, row := range r.Rates {
+		require.True(t, row.Verified)
+		most := 2 * max(r.Profile.RateAt(0, row.ObjectBytes), r.Profile.RateAt(1, row.ObjectBytes)) / 1e9
+		require.Less(t, row.GBs, 1.05*most, "%d bytes", row.ObjectBytes)
+	}
+	out.Reset()
+	require.NoError(t, r.print(e))
+	require.Contains(t, out.String(), "MODELLED")
+
+	o.only = nil
+	for _, p := range gpuParts() {
+		require.Equal(t, p.modelled, o.wanted(&p), p.name)
+	}
+	o.profile = "nosuch"
+	require.ErrorContains(t, o.run(t.Context(), e), "nosuch")
+}
+
 // What there is no time for is left out and named.
 func TestBenchGPUEndsInTime(t *testing.T) {
 	o := smallBenchGPU(t, 1)
@@ -124,7 +154,7 @@ func TestBenchGPUEndsInTime(t *testing.T) {
 // Bytes that are not those of the drives end the bench.
 func TestBenchGPUSeesWrongBytes(t *testing.T) {
 	o := smallBenchGPU(t, 1)
-	v, err := newGPUVolume(o)
+	v, err := newGPUVolume(o, nil)
 	require.NoError(t, err)
 	defer v.close()
 	image, err := v.newImage(o.shape(64 << 10))
@@ -213,6 +243,8 @@ func TestBenchGPUTraffic(t *testing.T) {
 func TestBenchGPURefusesBadFlags(t *testing.T) {
 	for name, spoil := range map[string]func(o *benchGPUOptions){
 		"part":    func(o *benchGPUOptions) { o.only = []string{"restore", "everything"} },
+		"profile": func(o *benchGPUOptions) { o.profile, o.only = "paper", []string{"restore", "register"} },
+		"drives":  func(o *benchGPUOptions) { o.drives = gpuDrivesMax + 1 },
 		"gpus":    func(o *benchGPUOptions) { o.gpus = 0 },
 		"pollers": func(o *benchGPUOptions) { o.pollers = -1 },
 		"lanes":   func(o *benchGPUOptions) { o.lanes = gio.LanesMax + 1 },

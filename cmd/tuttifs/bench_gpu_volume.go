@@ -15,25 +15,28 @@ import (
 	"tuttifs/checksum"
 	"tuttifs/cuda"
 	"tuttifs/drive"
+	"tuttifs/drivemodel"
 	"tuttifs/gio"
 	"tuttifs/nvme/emu"
 	"tuttifs/stripe"
 )
 
-// gpuDrives is the drives of the bench.
-const gpuDrives = 4
+// gpuDrivesMax is the most drives of the bench.
+const gpuDrivesMax = 16
 
 // gpuVolume is RAM-backed drives full of words that differ, for whatever layout.
 type gpuVolume struct {
 	drives []drive.Drive
+	media  []*drivemodel.Medium // of the drives, whoever uses them; nil: as fast as memory is
 }
 
-// newGPUVolume makes drives that hold all layers, trailers, and some room for rounding.
-func newGPUVolume(o *benchGPUOptions) (*gpuVolume, error) {
-	layers := uint64(o.layer) * uint64(o.scale.layers)
-	size := int64(layers/gpuDrives+layers/gpuDrives/8+1<<20) &^ (drive.UnitBytes - 1)
+// newGPUVolume makes drives that hold all layers, trailers, and some room for rounding, held back to a profile if there
+// is one.
+func newGPUVolume(o *benchGPUOptions, profile *drivemodel.Profile) (*gpuVolume, error) {
+	layers, drives := uint64(o.layer)*uint64(o.scale.layers), uint64(o.drives)
+	size := int64(layers/drives+layers/drives/8+1<<20) &^ (drive.UnitBytes - 1)
 	v := &gpuVolume{}
-	for i := range gpuDrives {
+	for i := range o.drives {
 		d, err := drive.NewMemory(fmt.Sprintf("ram%d", i), size)
 		if err != nil {
 			v.close()
@@ -41,10 +44,15 @@ func newGPUVolume(o *benchGPUOptions) (*gpuVolume, error) {
 		}
 		_ = unix.Madvise(d.Bytes(), unix.MADV_HUGEPAGE) // fewer misses of the TLB
 		v.drives = append(v.drives, d)
+		var medium *drivemodel.Medium
+		if profile != nil {
+			medium = drivemodel.NewMedium(profile, uint64(i))
+		}
+		v.media = append(v.media, medium)
 	}
 	const piece = 4 << 20
 	pieces := (int(size) + piece - 1) / piece
-	parallel(gpuDrives*pieces, func(i int) {
+	parallel(o.drives*pieces, func(i int) {
 		b := v.drives[i/pieces].Bytes()
 		at := i % pieces * piece
 		for end := min(at+piece, len(b)); at < end; at += 8 {
@@ -214,7 +222,7 @@ func firstError(errs []error) error {
 func (v *gpuVolume) controllers(inOrder bool) ([]*emu.Controller, error) {
 	var all []*emu.Controller
 	for i, d := range v.drives {
-		c, err := emu.New(emu.Config{Drive: d, Index: uint16(i), SGL: true, InOrder: inOrder,
+		c, err := emu.New(emu.Config{Drive: d, Medium: v.media[i], Index: uint16(i), SGL: true, InOrder: inOrder,
 			Serial: fmt.Sprintf("BENCH%d", i)})
 		if err != nil {
 			return nil, err
