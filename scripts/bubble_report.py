@@ -44,6 +44,16 @@ def has_phases(tuttifs):
     return " phases=" in text
 
 
+def mixed(stats):
+    """Commands of a mount, so far, that met the other direction on their drive; None where nobody counts them."""
+    phases = stats.get("phases")
+    return sum(p["mixed_commands"] for p in phases.values()) if phases is not None else None
+
+
+def since(now, before):
+    return now - before if now is not None else None
+
+
 def mount_options(drives, phases):
     return DRIVES[drives].options + ([] if phases else ["phases=off"])
 
@@ -185,7 +195,7 @@ def bars(report):
             # Where nothing was exposed, the crossing point is beyond what was measured.
             got = r["percent"] or (r["hidden_to"] if r["exposed_from"] is None else 0.0)
             rows.append((f"crossing point at {first >> 10} K, %", got, f">= {CROSSING_BAR}", got >= CROSSING_BAR))
-    worst = {}
+    worst, violations = {}, 0
     for c in report["cells"]:
         if c["way"] != "tuttifs" or c["tokens"] != first:
             continue
@@ -194,6 +204,8 @@ def bars(report):
             rows.append((f"bubbles in all at {BUBBLE_BAR_PERCENT} %, ms", got, f"<= {BUBBLE_BAR_MS}",
                          got <= BUBBLE_BAR_MS))
         kind = (c["drives"], c["stores"])
+        if c.get("mixed_commands"):
+            violations += c["mixed_commands"]
         if kind not in worst or worst[kind]["compute_ratio"] < c["compute_ratio"]:
             worst[kind] = c
     for (drives, stores), c in worst.items():
@@ -204,6 +216,9 @@ def bars(report):
         if (r["drives"], r["way"]) == ("paper", "tuttifs"):
             rows.append(("paper, reads during a backlog against alone", r["ratio"], f">= {READ_BAR}",
                          r["ratio"] >= READ_BAR))
+    if any(c["way"] == "tuttifs" and c.get("mixed_commands") is not None for c in report["cells"]):
+        violations += sum(r.get("mixed_commands") or 0 for r in report["backlog"] if r["way"] == "tuttifs")
+        rows.append(("commands that met the other direction on their drive", violations, "= 0", violations == 0))
     return [{"what": w, "got": g, "wanted": t, "met": m} for w, g, t, m in rows]
 
 
@@ -261,12 +276,12 @@ def line(c):
             f"{c['new_tokens']:>6} {c['hbm_ttft_ms']:>9.1f} {c['ttft_ms']:>9.1f} {c['ttft_ratio']:>7.4f} "
             f"{c['compute_ratio']:>8.4f} {b['first']:>8.2f} {b['rest']:>8.2f} {b['total']:>8.2f} "
             f"{c['hbm_rest_ms']:>7.2f} {c['worst_layer_ms']:>7.2f} {c['host_ms'].get('pin', 0):>6.2f} "
-            f"{c['host_ms'].get('trailers', 0):>8.2f} {c['runs']:>4}")
+            f"{c['host_ms'].get('trailers', 0):>8.2f} {c['runs']:>4} {count(c):>6}")
 
 
 HEAD = (f"{'drives':>6} {'prompt':>6} {'way':>14} {'stores':>8} {'cached':>9} {'new':>6} {'hbm ms':>9} {'ttft ms':>9} "
         f"{'ratio':>7} {'compute':>8} {'first':>8} {'rest':>8} {'total':>8} {'floor':>7} {'worst':>7} {'pin':>6} "
-        f"{'trailers':>8} {'runs':>4}")
+        f"{'trailers':>8} {'runs':>4} {'mixed':>6}")
 
 
 def backlog_line(r):
@@ -274,7 +289,13 @@ def backlog_line(r):
     share = (f"; the model has {modelled.read:.0f} and {modelled.write:.0f}" if modelled.read else "")
     return (f"{r['drives']:>6} {r['way']:>14}  reads alone {r['read_only_gb_per_second']:6.2f} GB/s, during a backlog "
             f"{r['read_gb_per_second']:6.2f} ({r['ratio']:.3f}) beside writes of {r['write_gb_per_second']:5.2f}; "
-            f"writes alone {r['write_only_gb_per_second']:5.2f}{share}")
+            f"writes alone {r['write_only_gb_per_second']:5.2f}{share}; {count(r)} mixed commands")
+
+
+def count(row):
+    """Mixed commands, where they are counted."""
+    n = row.get("mixed_commands")
+    return "-" if n is None else str(n)
 
 
 def percent(x):

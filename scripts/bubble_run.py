@@ -237,8 +237,9 @@ class Copies:
 class KV(Store):
     """The pool on a mount, with the session of a way."""
 
-    def __init__(self, a, model, library, mount, way, blocks):
-        super().__init__(a, model, library, mount, flags=way.flags, **scheduler_options(a, way))
+    def __init__(self, a, model, library, volume, way, blocks):
+        super().__init__(a, model, library, volume.mount, flags=way.flags, **scheduler_options(a, way))
+        self.volume = volume
         self.requests, self.salt = 1, os.urandom(16)  # no other session has the same keys
         self.table = model.table.tolist()
         # Another session may have stored the prompt.
@@ -424,6 +425,7 @@ class Bench:
             return False
         if (cached, blocks) not in self.wanted:
             self.resident(cached, blocks)
+        mixed = bubble_report.mixed(kv.volume.stats()) if kv else None
         self.restored(source, cached, blocks, kv, check)  # warms up
         turns = [self.resident(cached, blocks)]
         most = max(2, min(self.a.runs, int(1e3 * self.a.seconds / (2 * turns[0]["ttft"]))))
@@ -433,14 +435,17 @@ class Bench:
             turns.append(self.resident(cached, blocks))
         if not runs:
             return False
-        self.report["cells"].append({**plan, **bubble_report.summary(runs, turns)})
+        row = {**plan, **bubble_report.summary(runs, turns)}
+        if kv:
+            row["mixed_commands"] = bubble_report.since(bubble_report.mixed(kv.volume.stats()), mixed)
+        self.report["cells"].append(row)
         note(bubble_report.line(self.report["cells"][-1]))
         return True
 
-    def cells(self, plans, source, kv=None):
+    def cells(self, plans, source, kv=None, check=True):
         for i, plan in enumerate(plans):
-            check = kv is not None and i == 0 and plan["new_tokens"] <= CHECKED_TOKENS
-            if not self.cell(plan, source(plan), kv, check):
+            first = check and kv is not None and i == 0 and plan["new_tokens"] <= CHECKED_TOKENS
+            if not self.cell(plan, source(plan), kv, first):
                 self.left_out(plan, "no time (--limit)")
             self.save()
 
@@ -463,7 +468,7 @@ class Bench:
             volume.remount(options)
         most = max(p["tokens"] for p in plans) // self.a.block
         self.reset(clear=False)  # what KV stores
-        kv = KV(self.a, self.model, self.library, volume.mount, way, most)
+        kv = KV(self.a, self.model, self.library, volume, way, most)
 
         def source(plan):
             return lambda: Request(kv, way, plan["cached_tokens"] // self.a.block, plan["tokens"] // self.a.block)
@@ -473,27 +478,27 @@ class Bench:
         try:
             note(kv.session.describe())
             if with_stores("backlog"):
-                self.backlog(kv, volume, name, plans[0], most)
+                self.backlog(kv, name, plans[0], most)
             self.cells(with_stores("own"), source, kv)
             if with_stores("backlog"):
                 with Backlog(kv):
-                    self.cells(with_stores("backlog"), source)
+                    self.cells(with_stores("backlog"), source, kv, check=False)
             stats = volume.stats()
             self.report["sessions"].append({"drives": plans[0]["drives"], "way": name, "session": kv.session.stats(),
                                             "mount": {k: v for k, v in stats.items() if k in ("phases", "io", "drives")}})
         finally:
             kv.close()
 
-    def backlog(self, kv, volume, name, plan, blocks):
+    def backlog(self, kv, name, plan, blocks):
         """Rates without compute: restores alone and during a backlog of stores, in turns, and stores alone."""
-        alone, during, written = [], [], []
+        alone, during, written, mixed = [], [], [], bubble_report.mixed(kv.volume.stats())
 
         def stored(during):
             """Bytes a second that drives were given to write meanwhile, and what during returns."""
             time.sleep(BACKLOG_SECONDS / 2)  # until what takes the stores in is full
-            begin, before = time.perf_counter(), volume.stats()["io"]["bytes_written"]
+            begin, before = time.perf_counter(), kv.volume.stats()["io"]["bytes_written"]
             result = during()
-            after = volume.stats()["io"]["bytes_written"]
+            after = kv.volume.stats()["io"]["bytes_written"]
             return (after - before) / (time.perf_counter() - begin), result
         kv.restore_rate(blocks, 0)  # warms up
         for _ in range(BACKLOG_PAIRS):
@@ -513,7 +518,8 @@ class Bench:
                "read_only_gb_per_second": statistics.median(alone) / 1e9,
                "read_gb_per_second": statistics.median(during) / 1e9,
                "write_gb_per_second": statistics.median(written) / 1e9, "write_only_gb_per_second": stores / 1e9,
-               "ratio": statistics.median(x / y for x, y in zip(during, alone))}
+               "ratio": statistics.median(x / y for x, y in zip(during, alone)),
+               "mixed_commands": bubble_report.since(bubble_report.mixed(kv.volume.stats()), mixed)}
         self.report["backlog"].append(row)
         note(bubble_report.backlog_line(row))
         self.save()

@@ -166,6 +166,23 @@ class Report(unittest.TestCase):
         missed = [x["what"] for x in self.report["bars"] if not x["met"] and "compute" in x["what"]]
         self.assertEqual(missed, [f"compute against undisturbed, ram, own stores, at worst ({worst['hit_percent']:g} %)"])
 
+    def test_mixed(self):
+        """Commands that were mixed are counted where a mount counts them, and any at all is too many."""
+        self.assertIsNone(b.mixed({"io": {}}))
+        self.assertEqual(b.mixed({"phases": {"0": {"mixed_commands": 2}, "1": {"mixed_commands": 3}}}), 5)
+        self.assertIsNone(b.since(None, None))
+        self.assertEqual(b.since(5, 2), 3)
+        name = "commands that met the other direction on their drive"
+        self.assertNotIn(name, [x["what"] for x in self.report["bars"]])
+        for n in (0, 2):
+            for c in self.report["cells"]:
+                c["mixed_commands"] = 7 if c["way"] == "per-object" else 0
+            self.report["backlog"][0]["mixed_commands"] = n
+            b.finish(self.report)
+            bar = next(x for x in self.report["bars"] if x["what"] == name)
+            self.assertEqual((bar["got"], bar["met"]), (n, n == 0))
+        self.assertIn("2 mixed commands", b.table(self.report))
+
     def test_bar_of_what_was_never_exposed(self):
         r = report(arguments(hits=[95.0, 98.0]), {"tuttifs": 500, "per-object": 500})
         crossing = next(x for x in r["bars"] if "crossing" in x["what"])
