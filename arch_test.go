@@ -27,6 +27,7 @@ var rooms = map[string][]string{
 	"drive":             {},
 	"strictjson":        {},
 	"drivemodel":        {"strictjson"},
+	"phase":             {},
 	"nvme":              {},
 	"ioctl":             {},
 	"wear":              {"strictjson"},
@@ -37,7 +38,7 @@ var rooms = map[string][]string{
 	"extentmap/maptest": {"drive"},
 	"extentmap/check":   {"extentmap/ondisk", "stripe", "drive", "checksum"},
 	"gpufile":           {"extentmap", "extentmap/ondisk", "stripe", "checksum", "wear", "strictjson"},
-	"nvme/emu":          {"nvme", "drive", "drivemodel"},
+	"nvme/emu":          {"nvme", "drive", "drivemodel", "phase"},
 	"nvme/vfio":         {"nvme", "drive"},
 	"nvme/nvmetest":     {"nvme", "nvme/emu", "nvme/vfio", "drive"},
 	"cuda":              {},
@@ -48,7 +49,7 @@ var rooms = map[string][]string{
 	"lib":               {"engine", "gio", "stripe", "checksum", "cuda", "contentkey"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},
 	"daemon": {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "drivemodel", "checksum",
-		"stripe", "wear"},
+		"phase", "stripe", "wear"},
 }
 
 // onlyIn names the rooms that may import a module (tests included).

@@ -41,6 +41,7 @@ type command struct {
 	lost     bool      // in-order queues: never published
 	refused  bool      // by the kernel, or by memory; goes through the drive's own calls
 	conflict bool      // its id belongs to another command
+	running  bool      // it counts in the drive's phase
 	large    bool      // its lists are longer than a command may keep
 
 	progress uint32 // bytes that io_uring has transferred so far

@@ -22,6 +22,7 @@ import (
 	"tuttifs/drive"
 	"tuttifs/drivemodel"
 	"tuttifs/nvme"
+	"tuttifs/phase"
 )
 
 var (
@@ -80,6 +81,8 @@ type Config struct {
 	// Medium models a drive: reads and writes complete when it says so, or when they are done if that is later. Whoever
 	// else uses the drive may share it. nil is as fast as the backend.
 	Medium *drivemodel.Medium
+	// Phase keeps reads and writes apart. All who use the drive share it. nil lets them mix.
+	Phase *phase.Token
 }
 
 // Controller is one virtual controller with one namespace. Methods are safe for concurrent use.

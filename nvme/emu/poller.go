@@ -60,6 +60,10 @@ type Poller struct {
 	ring    *ring
 	ringErr error
 	timers  timers
+	phases  []*drivePhase
+	now     time.Time  // when the step began
+	first   int        // of queues: which is served first
+	refused bool       // some queue waits for its drive's phase
 	blocked int        // commands that workers have
 	extra   func() int // the admin queue's own work, after all queues
 	closed  bool
@@ -111,6 +115,9 @@ func (p *Poller) pick(c *Controller) (Backend, string) {
 func (p *Poller) add(q *Queue, backend Backend, reason string) {
 	if !p.closed && q.poller.CompareAndSwap(nil, p) {
 		q.backend, q.reason = backend, reason
+		if q.admin == nil {
+			q.phase = p.phaseOf(q.controller)
+		}
 		p.queues = append(p.queues, q)
 	}
 }
@@ -125,8 +132,17 @@ func (p *Poller) Step() int {
 
 func (p *Poller) step() int {
 	start := time.Now()
+	p.now, p.refused = start, false
 	n, busy := p.reap(), 0
-	for _, q := range p.queues {
+	// In turns: where a phase admits only so much, none is always the first.
+	if p.first++; p.first >= len(p.queues) {
+		p.first = 0
+	}
+	for i := range p.queues {
+		if i += p.first; i >= len(p.queues) {
+			i -= len(p.queues)
+		}
+		q := p.queues[i]
 		q.worked = q.serve(p)
 		n += q.worked
 		busy += min(q.worked, 1)
@@ -137,6 +153,7 @@ func (p *Poller) step() int {
 	if p.ring != nil {
 		p.ring.submit()
 	}
+	p.settle()
 	if busy > 0 {
 		share := uint64(time.Since(start)) / uint64(busy)
 		for _, q := range p.queues {
@@ -170,7 +187,7 @@ func (p *Poller) reap() int {
 			switch {
 			case c.moved:
 				c.queue.ready1(c)
-			case c.held():
+			case c.held() || c.queue.phase != nil && !p.admits(c.queue.phase, c.sqe.Opcode, now):
 				c.due = now.Add(napMax)
 				p.timers.push(c)
 				continue
@@ -236,7 +253,8 @@ func (p *Poller) drain(q *Queue) bool {
 	q.draining = true
 	p.drop(q)
 	p.reap()
-	p.drop(q) // what a modelled drive has held back meanwhile
+	p.drop(q)  // what a modelled drive has held back meanwhile
+	p.leavePhases()
 	if q.inflight > 0 {
 		if p.ring != nil {
 			p.ring.submit() // the rest of a transfer that came short, if nobody else steps
@@ -250,6 +268,7 @@ func (p *Poller) drain(q *Queue) bool {
 	for i, x := range p.queues {
 		if x == q {
 			p.queues = append(p.queues[:i], p.queues[i+1:]...)
+			p.leavePhase(q)
 			break
 		}
 	}
@@ -308,7 +327,7 @@ func (p *Poller) Run() {
 // rest naps while work is expected and sleeps otherwise. It is true when there is or may be something to do.
 func (p *Poller) rest() bool {
 	p.mu.Lock()
-	nap, backend, timed := p.untilDue(napMax), p.blocked > 0, len(p.timers) > 0
+	nap, backend, timed := p.untilDue(napMax), p.blocked > 0, len(p.timers) > 0 || p.refused
 	p.mu.Unlock()
 	wake := p.cfg.Wake
 	if backend || wake == nil {
@@ -323,15 +342,27 @@ func (p *Poller) rest() bool {
 	// call.
 	number := p.cfg.Number + 1
 	atomic.StoreUint32(wake, number)
-	if p.armed() != armed || p.Step() > 0 || p.stop.Load() {
+	if p.armed() != armed || p.stepAndLook() || p.stop.Load() {
 		return true
 	}
 	nvme.FutexWait(wake, number, nap)
 	return atomic.LoadUint32(wake) != number
 }
 
-// untilDue shortens a sleep to the time until the first timer is due. The caller holds the lock.
+// stepAndLook is a step that is true also if it left something to come back for, which a sleep could miss.
+func (p *Poller) stepAndLook() bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	was := p.refused
+	return p.step() > 0 || p.refused && !was
+}
+
+// untilDue shortens a sleep to the time until the first timer is due, and to a nap where a queue waits for its drive's
+// phase. The caller holds the lock.
 func (p *Poller) untilDue(most time.Duration) time.Duration {
+	if p.refused {
+		most = min(most, napMax)
+	}
 	if len(p.timers) == 0 {
 		return most
 	}
@@ -352,7 +383,7 @@ func (p *Poller) awaitWorkers(nap time.Duration) {
 // is for threads that Step themselves and have nothing else to do.
 func (p *Poller) Await(timeout time.Duration) {
 	p.mu.Lock()
-	inKernel, blocked := p.ring != nil && p.ring.inflight > 0, p.blocked > 0
+	inKernel, blocked := p.ring != nil && p.ring.inflight > 0, p.blocked > 0 || p.refused
 	timeout = p.untilDue(timeout)
 	p.mu.Unlock()
 	switch {
@@ -401,4 +432,8 @@ func (p *Poller) Stop() {
 		p.ring.close()
 		p.ring = nil
 	}
+	for _, ph := range p.phases {
+		ph.Close(time.Now())
+	}
+	p.phases = nil
 }

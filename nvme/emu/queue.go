@@ -87,6 +87,7 @@ type Queue struct {
 
 	backend  Backend
 	reason   string
+	phase    *drivePhase // nil where the drive's reads and writes may mix
 	draining bool
 	admin    *admin // of the admin queue itself
 	onKill   func() // the admin queue's report of a bad doorbell; nil for attached queues
@@ -188,6 +189,10 @@ func (q *Queue) fetch(p *Poller) int {
 		q.free = c.next
 		c.reset()
 		nvme.CopySQE(&c.sqe, &q.entries[q.head])
+		if q.phase != nil && !p.admits(q.phase, c.sqe.Opcode, p.now) {
+			q.release(c) // the entry stays where it is, and is copied anew
+			break
+		}
 		if q.head++; q.head == uint32(len(q.entries)) {
 			q.head = 0
 		}
@@ -255,6 +260,7 @@ func (p *Poller) begin(c *command) {
 			return
 		}
 	}
+	c.enterPhase()
 	if m := c.queue.controller.cfg.Medium; m != nil && (c.kind == doRead || c.kind == doWrite) {
 		c.due, c.paced = m.Serve(time.Now(), c.kind == doWrite, c.n), true
 	}
@@ -296,6 +302,7 @@ func (p *Poller) end(c *command) {
 
 // ready1 hands a concluded command to the publisher.
 func (q *Queue) ready1(c *command) {
+	c.leavePhase()
 	c.trim()
 	if q.order.slots != nil {
 		c.done = true
