@@ -250,9 +250,13 @@ func (c *Control) choose(d driveController) {
 const commandBytes = 2 << 20 // MDTS of the virtual controllers
 
 func newController(d drive.Drive, index uint16, readOnly bool, o ControlOptions) (driveController, error) {
-	d, medium := mediumOf(d)
-	ctl, err := emu.New(emu.Config{Drive: d, Medium: medium, Index: index, MDTS: 9, QueueEntries: ioctl.DepthMax,
-		Queues: 1<<16 - 2, SGL: true, ReadOnly: readOnly, InOrder: o.InOrder, Serial: fmt.Sprintf("tuttifs-%d", index)})
+	d, use := useOf(d)
+	config := emu.Config{Drive: d, Index: index, MDTS: 9, QueueEntries: ioctl.DepthMax,
+		Queues: 1<<16 - 2, SGL: true, ReadOnly: readOnly, InOrder: o.InOrder, Serial: fmt.Sprintf("tuttifs-%d", index)}
+	if use != nil {
+		config.Medium, config.Phase = use.medium, use.phase
+	}
+	ctl, err := emu.New(config)
 	if err != nil {
 		return driveController{}, fmt.Errorf("daemon: controller of drive %d (%s): %w", index, d.Name(), err)
 	}

@@ -19,6 +19,7 @@ import (
 	"tuttifs/fs"
 	"tuttifs/gpufile"
 	"tuttifs/nvme/emu"
+	"tuttifs/phase"
 	"tuttifs/wear"
 )
 
@@ -38,6 +39,7 @@ type Options struct {
 	Pollers           int           // polling threads of a session; 0: 1
 	Backend           emu.Backend   // way of engines' commands to the drives
 	Profiles          DriveProfiles // of modelled drives
+	Phases            phase.Options // of reads and writes on each drive; Stuck follows from DriveTimeout
 	SocketDir         string        // for engines' attachments; "": /run/tuttifs
 	MetricsAddress    string        // "" for none
 	NoXattr           bool
@@ -81,6 +83,8 @@ func (o *Options) fill() {
 	if o.DriveTimeout == 0 {
 		o.DriveTimeout = 30 * time.Second
 	}
+	o.Phases = o.Phases.WithDefaults()
+	o.Phases.Stuck = max(min(phase.StuckDefault, o.DriveTimeout/3), 2*max(o.Phases.Patience, o.Phases.Metadata))
 	if o.Log == nil {
 		o.Log = slog.New(slog.DiscardHandler)
 	}
@@ -110,6 +114,9 @@ func CheckMountPoint(dir string) error {
 func Run(ctx context.Context, o Options) (err error) {
 	o.fill()
 	d := &Daemon{options: o, started: time.Now()}
+	if err := o.Phases.Validate(); err != nil {
+		return err
+	}
 	if err := CheckMountPoint(o.Dir); err != nil {
 		return err
 	}
@@ -143,13 +150,13 @@ func (d *Daemon) open() (err error) {
 			if err != nil {
 				return nil, err
 			}
-			return o.Profiles.modelled(dev), nil
+			return &mountedDrive{Drive: dev}, nil
 		},
 	})
 	if err != nil {
 		return err
 	}
-	if err := o.Profiles.beginAll(d.volume, o.Log); err != nil {
+	if err := o.beginAll(d.volume); err != nil {
 		return err
 	}
 	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy,

@@ -184,13 +184,12 @@ func (s *drives) add(path string, force bool) (uint16, error) {
 	if err != nil {
 		return 0, err
 	}
-	profiles := &s.d.options.Profiles
-	dev = profiles.modelled(dev)
+	dev = &mountedDrive{Drive: dev}
 	index, err := s.d.volume.AddDrive(dev, extentmap.AddOptions{Force: force, Hold: true})
 	if err != nil {
 		return 0, errors.Join(err, dev.Close())
 	}
-	profiles.begin(dev, index, s.d.options.Log)
+	s.d.options.begin(dev, index)
 	if err := s.d.control.addDrive(dev, index); err != nil {
 		return index, err
 	}

@@ -22,7 +22,7 @@ import (
 func (d *Daemon) stats() *StatsDocument {
 	doc := &StatsDocument{
 		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{},
-		Drives: map[string]IOStats{}, DriveErrors: map[string]DriveErrs{},
+		Drives: map[string]IOStats{}, DriveErrors: map[string]DriveErrs{}, Phases: map[string]PhaseStats{},
 	}
 	for _, p := range d.store.Pools() {
 		s := newPoolStats(p.Stats())
@@ -60,7 +60,11 @@ func (d *Daemon) stats() *StatsDocument {
 		if d.modelledOn(dr.Index) != nil {
 			e.Modelled = 1
 		}
-		doc.DriveErrors[strconv.Itoa(int(dr.Index))] = e
+		name := strconv.Itoa(int(dr.Index))
+		doc.DriveErrors[name] = e
+		if _, use := useOf(d.volume.Drive(dr.Index)); use != nil {
+			doc.Phases[name] = newPhaseStats(use.phase.Stats(time.Now()))
+		}
 	}
 	if info.Degraded {
 		doc.Degraded = 1
@@ -135,6 +139,30 @@ var driveMetrics = []metric[DriveErrs]{
 	counter("failed_reads_total", "Reads that failed.", func(s *DriveErrs) uint64 { return s.Reads }),
 	counter("failed_writes_total", "Writes and flushes that failed.", func(s *DriveErrs) uint64 { return s.Writes }),
 	counter("timeouts_total", "Operations that were given up.", func(s *DriveErrs) uint64 { return s.Timeouts }),
+}
+
+var phaseMetrics = []metric[PhaseStats]{
+	counter("mixed_commands_total", "Commands that began while others of the other direction were in flight; 0 while "+
+		"phases are on and the drive answers.", func(s *PhaseStats) uint64 { return s.Mixed }),
+	counter("switches_total", "Changes between reading and writing.", func(s *PhaseStats) uint64 { return s.Switches }),
+	counter("turns_total", "Turns that writes took after waiting longer than their patience.",
+		func(s *PhaseStats) uint64 { return s.Turns }),
+	counter("stuck_entries_total", "Entries past commands of the other direction that did not end.",
+		func(s *PhaseStats) uint64 { return s.Stuck }),
+	counter("read_waits_total", "Waits of pollers and others that wanted to read.",
+		func(s *PhaseStats) uint64 { return s.ReadWaits }),
+	counter("write_waits_total", "Waits of pollers and others that wanted to write.",
+		func(s *PhaseStats) uint64 { return s.WriteWaits }),
+	{"read_wait_seconds_total", "Time of those waits.", prometheus.CounterValue,
+		func(s *PhaseStats) float64 { return s.ReadSeconds }},
+	{"write_wait_seconds_total", "Time of those waits.", prometheus.CounterValue,
+		func(s *PhaseStats) float64 { return s.WriteSeconds }},
+	{"read_wait_longest_seconds", "The longest of them since the mount.", prometheus.GaugeValue,
+		func(s *PhaseStats) float64 { return s.ReadLongest }},
+	{"write_wait_longest_seconds", "The longest of them since the mount.", prometheus.GaugeValue,
+		func(s *PhaseStats) float64 { return s.WriteLongest }},
+	{"write_wait_now_seconds", "For how long the write that waits longest has waited; 0 if none does.",
+		prometheus.GaugeValue, func(s *PhaseStats) float64 { return s.WriteAge }},
 }
 
 // logValue is a figure of a drive's own log, 0 where it has none.
@@ -241,6 +269,9 @@ func newCollector(d *Daemon) *collector {
 	for _, m := range driveMetrics {
 		describe("drive_"+m.name, m.help, "drive")
 	}
+	for _, m := range phaseMetrics {
+		describe("drive_phase_"+m.name, m.help, "drive")
+	}
 	for _, m := range wearMetrics {
 		describe("drive_"+m.name, m.help, "drive")
 	}
@@ -275,6 +306,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for index, errs := range s.DriveErrors {
 		emit(c, out, driveMetrics, "drive_", &errs, index)
+	}
+	for index, p := range s.Phases {
+		emit(c, out, phaseMetrics, "drive_phase_", &p, index)
 	}
 	for index, w := range s.Wear {
 		emit(c, out, wearMetrics, "drive_", &w, index)

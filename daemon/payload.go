@@ -14,6 +14,7 @@ import (
 	"tuttifs/extentmap"
 	"tuttifs/fs"
 	"tuttifs/gpufile"
+	"tuttifs/phase"
 	"tuttifs/stripe"
 )
 
@@ -37,6 +38,7 @@ var (
 type payload struct {
 	volume   *extentmap.Volume
 	patience time.Duration // for one transfer
+	kind     phase.Kind
 	on       *[extentmap.MaxDrives]chan struct{}
 	written  *[extentmap.MaxDrives]atomic.Uint64 // bytes of writes that succeeded
 }
@@ -45,7 +47,7 @@ type payload struct {
 func NewPayload(v *extentmap.Volume) fs.Payload { return newPayload(v, 30*time.Second) }
 
 func newPayload(v *extentmap.Volume, patience time.Duration) payload {
-	y := payload{v, patience, new([extentmap.MaxDrives]chan struct{}), new([extentmap.MaxDrives]atomic.Uint64)}
+	y := payload{v, patience, phase.Data, new([extentmap.MaxDrives]chan struct{}), new([extentmap.MaxDrives]atomic.Uint64)}
 	for i := range y.on {
 		y.on[i] = make(chan struct{}, transfersMax)
 	}
@@ -140,8 +142,9 @@ func (y payload) CreateFile(p *gpufile.Pool, grant gpufile.Grant) (fs.FileWriter
 }
 
 // verify rereads a slot and judges its bytes: what engines report as bad is judged here. A drive that does not give
-// them says nothing about them.
+// them says nothing about them. Engines wait for nothing here, so their stores go first.
 func (y payload) verify(p *gpufile.Pool, slot uint32, seed checksum.Seed) gpufile.Verdict {
+	y.kind = phase.Background
 	r := y.reader(p, slot, seed)
 	defer r.Close()
 	buf := drive.AlignedBuffer(stripe.MaxObjectBytes)
@@ -192,7 +195,7 @@ func (f *file) read(object uint16, buf []byte) error {
 		return fmt.Errorf("daemon: object %d is shorter than %d bytes", object, len(buf))
 	}
 	n := (len(buf) + drive.UnitBytes - 1) &^ (drive.UnitBytes - 1)
-	return f.transfer(index, false, n, nil, buf, func(b []byte) error { return d.ReadAt(b, off) })
+	return f.transfer(index, false, n, nil, buf, func(b []byte) error { return readAs(f.kind, d, b, off) })
 }
 
 // write pads with zeroes to whole units: nothing of an earlier tenant stays behind the payload.
@@ -204,7 +207,7 @@ func (f *file) write(object uint16, payload []byte) error {
 	if int64(len(payload)) > room {
 		return fmt.Errorf("daemon: object %d is shorter than %d bytes", object, len(payload))
 	}
-	return f.transfer(index, true, int(room), payload, nil, func(b []byte) error { return d.WriteAt(b, off) })
+	return f.transfer(index, true, int(room), payload, nil, func(b []byte) error { return writeAs(f.kind, d, b, off) })
 }
 
 // rankSums are one rank's checksums, read from its trailer at first use.

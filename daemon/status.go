@@ -12,6 +12,7 @@ import (
 	"tuttifs/drivemodel"
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
+	"tuttifs/phase"
 	"tuttifs/wear"
 )
 
@@ -239,6 +240,8 @@ type StatsDocument struct {
 	RowsAway      uint64               `json:"rows_unavailable"`
 	DriveErrors   map[string]DriveErrs `json:"drive_errors"` // by index
 	Wear          map[string]DriveWear `json:"wear"`         // likewise
+	// Phases are those of the drives in use, by index.
+	Phases map[string]PhaseStats `json:"phases"`
 	// Expectation is what cost-aware admission believes now, where a pool has it.
 	Expectation *wear.Expectation `json:"admission_expectation,omitempty"`
 }
@@ -251,6 +254,38 @@ type DriveErrs struct {
 	Reads    uint64 `json:"reads"`
 	Writes   uint64 `json:"writes"`
 	Timeouts uint64 `json:"timeouts"`
+}
+
+// PhaseStats are one drive's read/write phases since the mount. Reads and writes that were let in at once have not
+// waited.
+type PhaseStats struct {
+	Mixed         uint64  `json:"mixed_commands"` // began while others of the other direction were in flight
+	Switches      uint64  `json:"switches"`
+	Turns         uint64  `json:"turns"`         // that writes took when they had lost patience
+	Stuck         uint64  `json:"stuck_entries"` // past commands that did not move
+	ReadWaits     uint64  `json:"read_waits"`
+	ReadSeconds   float64 `json:"read_wait_seconds"` // all together
+	ReadLongest   float64 `json:"read_wait_longest_seconds"`
+	WriteWaits    uint64  `json:"write_waits"`
+	WriteSeconds  float64 `json:"write_wait_seconds"`
+	WriteLongest  float64 `json:"write_wait_longest_seconds"`
+	WriteAge      float64 `json:"write_wait_now_seconds"` // of the write that waits longest now
+	ReadersNow    int     `json:"readers_now"`            // pollers and the like that are in
+	WritersNow    int     `json:"writers_now"`
+	ReadsWaiting  int     `json:"readers_waiting"`
+	WritesWaiting int     `json:"writers_waiting"`
+}
+
+func newPhaseStats(s phase.Stats) PhaseStats {
+	return PhaseStats{
+		Mixed: s.Mixed, Switches: s.Switches, Turns: s.Turns, Stuck: s.Stuck,
+		ReadWaits: s.Waits[phase.Read], ReadSeconds: s.Waited[phase.Read].Seconds(),
+		ReadLongest: s.Longest[phase.Read].Seconds(),
+		WriteWaits:  s.Waits[phase.Write], WriteSeconds: s.Waited[phase.Write].Seconds(),
+		WriteLongest: s.Longest[phase.Write].Seconds(), WriteAge: s.Age[phase.Write].Seconds(),
+		ReadersNow: s.Inside[phase.Read], WritersNow: s.Inside[phase.Write],
+		ReadsWaiting: s.Wanting[phase.Read], WritesWaiting: s.Wanting[phase.Write],
+	}
 }
 
 // MountStats counts bytes and files that went through the mount itself (cat, cp), not through queues.
@@ -339,11 +374,11 @@ func (d *Daemon) drivesDocument() any {
 
 // modelledOn is the profile of a drive in use that is modelled, without the measurements that it was made from.
 func (d *Daemon) modelledOn(index uint16) *drivemodel.Profile {
-	_, medium := mediumOf(d.volume.Drive(index))
-	if medium == nil {
+	_, use := useOf(d.volume.Drive(index))
+	if use == nil || use.medium == nil {
 		return nil
 	}
-	profile := *medium.Profile()
+	profile := *use.medium.Profile()
 	profile.Measured = nil
 	return &profile
 }
@@ -382,6 +417,7 @@ type OptionsDocument struct {
 	IO                  string            `json:"io"` // "auto", "uring" or "pread"
 	// Endurance are the drives' ratings, by index, or by "all" for those without one of their own.
 	Endurance map[string]string `json:"endurance"`
+	Phases    PhaseOptions      `json:"phases"`
 	// DriveProfiles are the names of profiles that drives are held back to, by index, or by "all" for those without one
 	// of their own.
 	DriveProfiles       map[string]string `json:"drive_profiles"`
@@ -396,6 +432,21 @@ type OptionsDocument struct {
 	AttrTimeoutSeconds  float64           `json:"attr_timeout_seconds"`
 }
 
+// PhaseOptions are how reads and writes of a drive are kept apart.
+type PhaseOptions struct {
+	On              bool    `json:"on"`
+	PatienceSeconds float64 `json:"patience_seconds"`
+	MetadataSeconds float64 `json:"metadata_seconds"`
+	TurnSeconds     float64 `json:"turn_seconds"`
+	QuietSeconds    float64 `json:"quiet_seconds"`
+	StuckSeconds    float64 `json:"stuck_seconds"`
+}
+
+func newPhaseOptions(o phase.Options) PhaseOptions {
+	return PhaseOptions{!o.Off, o.Patience.Seconds(), o.Metadata.Seconds(), o.Turn.Seconds(), o.Quiet.Seconds(),
+		o.Stuck.Seconds()}
+}
+
 func (d *Daemon) optionsDocument() any {
 	o := &d.options
 	doc := OptionsDocument{
@@ -406,7 +457,7 @@ func (d *Daemon) optionsDocument() any {
 		UID: o.UID, GID: o.GID, Umask: fmt.Sprintf("%04o", o.Umask), EntryTimeoutSeconds: o.EntryTimeout.Seconds(),
 		AttrTimeoutSeconds: o.AttrTimeout.Seconds(), DriveProfiles: map[string]string{},
 		IO: string(cmp.Or(o.Backend, "auto")), Endurance: map[string]string{},
-		AdmissionOf: map[string]string{},
+		AdmissionOf: map[string]string{}, Phases: newPhaseOptions(o.Phases),
 	}
 	for name, policy := range o.Admission.Admissions.Named {
 		doc.AdmissionOf[name] = policy.String()

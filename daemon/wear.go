@@ -264,7 +264,7 @@ func (w *wearWatch) unrated() (indexes []uint16) {
 func (w *wearWatch) readLog(index uint16, d *driveWear, now time.Time) {
 	var l *DriveLog
 	err := errDrive
-	if dev := w.volume.Drive(index); dev != nil {
+	if dev, _ := useOf(w.volume.Drive(index)); dev != nil {
 		l, err = readDriveLog(dev, w.read, now)
 	}
 	w.mu.Lock()

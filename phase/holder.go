@@ -12,6 +12,7 @@ const (
 	Data       Kind = iota // engines' commands, and files read or stored through the mount
 	Metadata               // its writes lose patience sooner
 	Background             // its reads give way to writes
+	Kinds                  // how many there are
 )
 
 // Holder is one user of a drive. Its methods are for one thread at a time.

@@ -8,30 +8,31 @@
 // # Rules
 //
 //   - Reads first: a read enters as soon as no write is in flight. A write enters when no read is in flight or wanted,
-//     and none was for Quiet, so that the gaps between the pieces of a restore are not taken for its end. Holders that are
-//     in ask again each step, so that writes stop being begun as soon as a read is wanted.
+//     and none was for Quiet, so that the gaps between the pieces of a restore are not taken for its end. Holders that
+//     are in ask again each step, so that writes stop being begun as soon as a read is wanted.
 //   - Never both: entering is one compare-and-swap of the word that counts readers, writers and who wants to be either.
-//   - No starvation: a write that has waited for its holder's patience demands a turn. Reads do not begin then; when those
-//     in flight have ended, writes have the drive for Turn. Reads go next, whatever waits.
-//   - Reads lose little: the next turn is not demanded before 24 times as long as the last one kept reads waiting (but for
-//     Stuck at most), so that a permanent backlog of writes costs a permanent load of reads at most 5 %.
-//   - Background reads (scrubbing) give way to both: they neither begin while a write waits nor keep it from beginning,
-//     until they have waited for their patience.
+//   - No starvation: a write that has waited for its holder's patience demands a turn. Reads do not begin then; when
+//     those in flight have ended, writes have the drive for Turn. Reads go next, whatever waits.
+//   - Reads lose little: the next turn is not demanded before 24 times as long as the last one kept reads waiting (but
+//     for Stuck at most), so that a permanent backlog of writes costs a permanent load of reads at most 5 %.
+//   - Background reads (scrubbing) give way to both: they do not begin while a write waits, and are not wanted before
+//     they have waited for their patience. Scrubbing for hours must not cost stores their bandwidth.
 //
 // # Liveness
 //
 // Nobody waits for ever, whatever others do:
 //
 //   - Enter and Settle never block. A Holder that is refused does its other work and asks again.
-//   - Who is in has commands on the drive, and leaves at the first Settle without: it waits for the drive and for nothing
-//     else. Commands that have not begun (delayed, held back, in a queue) hold nothing, nor do completions that nobody
-//     reaps.
-//   - Who is refused has a want in the token, which keeps others out. It is taken back by the first Settle of a step that did
-//     not ask again, and by Close: wants of holders that have gone do not stay.
-//   - A turn ends by the clock, or when nobody is there to use it, whoever asks next: it needs no act of who demanded it.
+//   - Who is in has commands on the drive, and leaves at the first Settle without: it waits for the drive and for
+//     nothing else. Commands that have not begun (delayed, held back, in a queue) hold nothing, nor do completions
+//     that nobody reaps.
+//   - Who is refused has a want in the token, which keeps others out. It is taken back by the first Settle of a step
+//     that did not ask again, and by Close: wants of holders that have gone do not stay.
+//   - A turn ends by the clock, or when nobody is there to use it, whoever asks next: it needs no act of who demanded
+//     it.
 //   - A direction of which no command has ended, or entered, for Stuck holds nobody up any more: a drive that has lost
-//     commands, or does not answer, must not take its other direction along. It counts again when it moves. What is mixed
-//     by that is counted like all mixing.
+//     commands, or does not answer, must not take its other direction along. It counts again when it moves. What is
+//     mixed by that is counted like all mixing.
 //
 // So a write that is wanted enters after at most its patience, the pause between turns (at most Stuck), what reads
 // in flight take, and Stuck; a read after at most what is left of a turn, what writes in flight take, and Stuck.
@@ -39,8 +40,8 @@
 // # Counting
 //
 // Mixed traffic is counted apart from all of that, where commands begin: Begin looks at how many holders have commands
-// of the other direction in flight, which the rules neither read nor write. With Options.Off nobody is refused, and mixing
-// is counted all the same.
+// of the other direction in flight, which the rules neither read nor write. With Options.Off nobody is refused, and
+// mixing is counted all the same.
 package phase
 
 import (

@@ -12,8 +12,8 @@ import (
 	"tuttifs/phase"
 )
 
-// The simulation runs users of one modelled drive in virtual time: each does what a poller does, a step now and then, and
-// has queues whose executors ring the next chunk when the last one is complete.
+// The simulation runs users of one modelled drive in virtual time: each does what a poller does, a step now and then,
+// and has queues whose executors ring the next chunk when the last one is complete.
 
 const commandBytes = 64 << 10
 

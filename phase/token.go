@@ -24,8 +24,8 @@ type line [64]byte
 
 // Token is the phase of one drive. Its methods are safe for concurrent use.
 //
-// Times are nanoseconds since begun. What is decided is decided by state alone, in one compare-and-swap; the other words
-// are hints of when: a stale one makes an entry early or late, never mixed.
+// Times are nanoseconds since begun. What is decided is decided by state alone, in one compare-and-swap; the other
+// words are hints of when: a stale one makes an entry early or late, never mixed.
 type Token struct {
 	o     Options
 	begun time.Time

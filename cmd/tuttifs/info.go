@@ -4,10 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
+	"time"
 
 	"tuttifs/daemon"
 	"tuttifs/drive"
@@ -54,6 +57,9 @@ type infoDocument struct {
 	Space  daemon.SpaceStats           `json:"space"`
 	Stats  map[string]daemon.PoolStats `json:"pool_stats"`
 	Wear   []wearDocument              `json:"wear,omitempty"` // with --wear
+	// Phases are there for a mount.
+	Phases       map[string]daemon.PhaseStats `json:"phases,omitempty"` // by index
+	PhaseOptions *daemon.PhaseOptions         `json:"phase_options,omitempty"`
 
 	wear map[string]daemon.DriveWear
 }
@@ -103,12 +109,15 @@ func mountInfo(dir string) (*infoDocument, error) {
 	doc := &infoDocument{Mount: abs}
 	var drives daemon.DrivesDocument
 	var stats daemon.StatsDocument
-	for name, v := range map[string]any{"volume": &doc.VolumeDocument, "drives": &drives, "stats": &stats} {
+	var options daemon.OptionsDocument
+	for name, v := range map[string]any{"volume": &doc.VolumeDocument, "drives": &drives, "stats": &stats,
+		"options": &options} {
 		if err := readStatus(dir, name, v); err != nil {
 			return nil, err
 		}
 	}
 	doc.Drives, doc.Space, doc.Stats, doc.wear = drives.Drives, stats.Space, stats.Pools, stats.Wear
+	doc.Phases, doc.PhaseOptions = stats.Phases, &options.Phases
 	return doc, nil
 }
 
@@ -187,6 +196,7 @@ func (d *infoDocument) print(e *env) {
 			e.printf("drive %d is %s: %s\n", dr.Index, dr.State, dr.Cause)
 		}
 	}
+	d.printPhases(e)
 	if d.RowsUnavailable > 0 {
 		e.printf("%d rows are on lost drives; their files are misses until 'tuttifs drive add' brings the drives back\n",
 			d.RowsUnavailable)
@@ -202,6 +212,35 @@ func (d *infoDocument) print(e *env) {
 		fmt.Fprintf(w, "%s\t%d\t%s\t%s\t%d\t%d\t%d\t%d\n", p.Name, s.Files, humanBytes(s.BytesUsed),
 			humanBytes(uint64(p.FileBytes)),
 			p.TokensPerFile, p.Objects, p.Ranks, p.Rows)
+	}
+	w.Flush()
+}
+
+// printPhases shows how reads and writes of the drives were kept apart.
+func (d *infoDocument) printPhases(e *env) {
+	o := d.PhaseOptions
+	if o == nil || len(d.Phases) == 0 {
+		return
+	}
+	if o.On {
+		span := func(s float64) time.Duration { return time.Duration(math.Round(s * 1e9)) }
+		e.printf("\nreads and writes are kept apart: writes begin when reads were quiet for %v; those that have waited %v "+
+			"(metadata %v) take a turn of %v\n", span(o.QuietSeconds), span(o.PatienceSeconds), span(o.MetadataSeconds),
+			span(o.TurnSeconds))
+	} else {
+		e.printf("\nreads and writes may mix (-o phases=off)\n")
+	}
+	w := table(e.stdout)
+	fmt.Fprintf(w, "DRIVE\tSWITCHES\tTURNS\tREADS WAITED\tLONGEST\tWRITES WAITED\tLONGEST\tNOW\tSTUCK\tMIXED\n")
+	ms := func(seconds float64) string { return fmt.Sprintf("%.1f ms", 1e3*seconds) }
+	for i := range d.Drives {
+		name := strconv.Itoa(int(d.Drives[i].Index))
+		p, ok := d.Phases[name]
+		if !ok {
+			continue
+		}
+		fmt.Fprintf(w, "%s\t%d\t%d\t%.2f s\t%s\t%.2f s\t%s\t%s\t%d\t%d\n", name, p.Switches, p.Turns, p.ReadSeconds,
+			ms(p.ReadLongest), p.WriteSeconds, ms(p.WriteLongest), ms(p.WriteAge), p.Stuck, p.Mixed)
 	}
 	w.Flush()
 }

@@ -13,6 +13,7 @@ import (
 	"tuttifs/daemon"
 	"tuttifs/drivemodel"
 	"tuttifs/nvme/emu"
+	"tuttifs/phase"
 	"tuttifs/wear"
 )
 
@@ -67,6 +68,29 @@ var mountOptionTable = []mountOption{
 		}},
 	{"drive_profile", "[N:]NAME|FILE", "hold drives back to a drive profile, all or drive N; may be repeated",
 		func(s *mountSettings, v string) error { return s.setProfile(v) }},
+	{"phases", "on|off", "keep reads and writes of a drive apart in time; off lets them mix (default on)",
+		func(s *mountSettings, v string) error {
+			if v != "on" && v != "off" {
+				return errors.New("on or off")
+			}
+			s.daemon.Phases.Off = v == "off"
+			return nil
+		}},
+	{"phase_patience", "TIME", "how long writes wait for reads before they take a turn: 1ms to 2s (default 200ms)",
+		func(s *mountSettings, v string) error {
+			return parseTime(v, phase.PatienceMin, phase.PatienceMax, &s.daemon.Phases.Patience)
+		}},
+	{"phase_metadata", "TIME", "the same of metadata: 1ms to 2s (default 10ms)",
+		func(s *mountSettings, v string) error {
+			return parseTime(v, phase.PatienceMin, phase.PatienceMax, &s.daemon.Phases.Metadata)
+		}},
+	{"phase_turn", "TIME", "how long such a turn is: 100us to 1s (default 5ms)", func(s *mountSettings, v string) error {
+		return parseTime(v, phase.TurnMin, phase.TurnMax, &s.daemon.Phases.Turn)
+	}},
+	{"phase_quiet", "TIME", "how long a drive must be without reads before writes begin: 1us to 100ms (default 500us)",
+		func(s *mountSettings, v string) error {
+			return parseTime(v, phase.QuietMin, phase.QuietMax, &s.daemon.Phases.Quiet)
+		}},
 	{"volume", "LABEL|UUID", "the volume, when SPEC is none", func(s *mountSettings, v string) error {
 		s.volume = v
 		return nil
@@ -255,6 +279,16 @@ func parseNumber(text string, base int, most uint64, to *uint32) error {
 		return fmt.Errorf("a number of base %d from 0 to %s", base, strconv.FormatUint(most, base))
 	}
 	*to = uint32(n)
+	return nil
+}
+
+// parseTime takes a time as 200ms, 5ms or 500us.
+func parseTime(text string, least, most time.Duration, to *time.Duration) error {
+	d, err := time.ParseDuration(text)
+	if err != nil || d < least || d > most {
+		return fmt.Errorf("a time from %v to %v, as 200ms or 500us", least, most)
+	}
+	*to = d
 	return nil
 }
 

@@ -107,8 +107,7 @@ func TestPhasesOfTwoSessions(t *testing.T) {
 	}
 }
 
-// chunkOf rings one chunk of a session's half of the drive and waits for its completions; what was read must be what the
-// session wrote.
+// chunkOf transfers a chunk of a session's half of the drive; what was read must be what the session wrote.
 func (h *host) chunkOf(wake *uint32, write bool, session, commands int) {
 	const size = 64 << 10
 	blocks := uint32(size >> h.c.lbaShift)

@@ -253,7 +253,7 @@ func (p *Poller) drain(q *Queue) bool {
 	q.draining = true
 	p.drop(q)
 	p.reap()
-	p.drop(q)  // what a modelled drive has held back meanwhile
+	p.drop(q) // what a modelled drive has held back meanwhile
 	p.leavePhases()
 	if q.inflight > 0 {
 		if p.ring != nil {
