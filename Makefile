@@ -13,6 +13,9 @@ VERSION := $(shell git describe --always --dirty 2>/dev/null || echo devel)
 RACE    := $(shell command -v gcc >/dev/null 2>&1 && echo -race)
 # mount(8) looks for helpers nowhere but in /sbin.
 HELPERS ?= /sbin
+LIBOUT  ?= build/lib
+LIBVERSION := $(shell sed -n 's/^\#define TUTTIFS_LIB_M[AJINOR]* //p' include/libtuttifs.h | paste -sd.)
+SONAME  := libtuttifs.so.$(firstword $(subst ., ,$(LIBVERSION)))
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
 .PHONY: build static lib demo test test-nvme crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
@@ -36,7 +39,7 @@ ptx-check:
 # The C library, build/lib/libtuttifs.so, for include/libtuttifs.h. Needs a C compiler.
 lib: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
-	@scripts/lib.sh $(GO) build/lib
+	@scripts/lib.sh $(GO) $(LIBOUT)
 
 demo: build
 	@scripts/demo.sh bin/tuttifs
@@ -110,13 +113,17 @@ install: build
 	for m in docs/man/*.8; do install -D -m 0644 $$m $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
 
 install-lib: lib
-	install -D -m 0755 build/lib/libtuttifs.so $(DESTDIR)$(PREFIX)/lib/libtuttifs.so
-	install -d $(DESTDIR)$(PREFIX)/include
+	install -D -m 0755 $(LIBOUT)/$(SONAME) $(DESTDIR)$(PREFIX)/lib/$(SONAME)
+	ln -sf $(SONAME) $(DESTDIR)$(PREFIX)/lib/libtuttifs.so
+	install -d $(DESTDIR)$(PREFIX)/include $(DESTDIR)$(PREFIX)/lib/pkgconfig
 	install -m 0644 include/libtuttifs.h include/tuttifs.h $(DESTDIR)$(PREFIX)/include
+	sed 's,@PREFIX@,$(PREFIX),; s,@VERSION@,$(LIBVERSION),' lib/libtuttifs.pc.in \
+		>$(DESTDIR)$(PREFIX)/lib/pkgconfig/libtuttifs.pc
 
 uninstall:
 	rm -f $(addprefix $(DESTDIR)$(HELPERS)/,$(LINKS)) $(addprefix $(DESTDIR)$(PREFIX)/sbin/,tuttifs $(LINKS))
-	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service $(DESTDIR)$(PREFIX)/lib/libtuttifs.so
+	rm -f $(DESTDIR)$(PREFIX)/lib/systemd/system/tuttifs@.service $(addprefix $(DESTDIR)$(PREFIX)/lib/,$(SONAME) libtuttifs.so)
+	rm -f $(DESTDIR)$(PREFIX)/lib/pkgconfig/libtuttifs.pc
 	rm -f $(addprefix $(DESTDIR)$(PREFIX)/include/,libtuttifs.h tuttifs.h)
 	for m in docs/man/*.8; do rm -f $(DESTDIR)$(PREFIX)/share/man/man8/$${m##*/}; done
 

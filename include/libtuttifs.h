@@ -247,6 +247,40 @@ int tuttifs_memory_cost(tuttifs_memory_t registered, uint64_t *bytes);
 int tuttifs_unregister(tuttifs_memory_t registered);
 
 /*
+ * Content keys
+ */
+
+/* What is computed in place of some of a prompt's tokens. id: a digest of its content, 1 to 65,536 bytes. */
+struct tuttifs_media {
+	uint64_t start;  /* position of its first token in the prompt */
+	uint64_t tokens; /* that it takes the place of, 1 or more */
+	const uint8_t *id;
+	uint64_t id_bytes;
+};
+
+/* Everything about a prompt but its tokens. What is hashed, and each field's limits, are in docs/keys.md. */
+struct tuttifs_prompt {
+	uint32_t size;
+	uint32_t tokens_per_file; /* B of the pool */
+	uint32_t tenant;          /* as in tuttifs_peek and so on */
+	uint32_t reserved0;
+	const uint8_t *adapter;   /* NULL and 0 bytes for none */
+	uint64_t adapter_bytes;
+	const uint8_t *salt;      /* NULL and 0 bytes for none */
+	uint64_t salt_bytes;
+	const struct tuttifs_media *media; /* sorted by start, then tokens, then id */
+	uint64_t media_count;
+	const uint8_t *last;      /* to continue: the key of the last file before the tokens. NULL: they are the beginning */
+	uint64_t files;           /* to continue: how many files are before the tokens */
+	uint64_t reserved[4];
+};
+
+/* Computes the keys of a prompt's whole files, root first: keys has room for 32 bytes for each tokens_per_file tokens,
+ * *files is how many were written. Tokens behind the last whole file have no key. Needs no mount. */
+int tuttifs_keys(const struct tuttifs_prompt *prompt, const uint32_t *tokens, uint64_t count, uint8_t *keys,
+                 uint64_t *files);
+
+/*
  * Leases
  */
 
@@ -267,7 +301,7 @@ struct tuttifs_lease {
 	uint32_t reserved;
 };
 
-/* Keys are 32 bytes each, root first: the block's chained hash. */
+/* Keys are 32 bytes each, root first: those of tuttifs_keys, or an engine's own chained hashes. */
 
 /* How many leading keys are stored. No side effects. */
 int tuttifs_peek(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, uint64_t count, uint64_t *found);

@@ -12,6 +12,7 @@ import (
 	"runtime/debug"
 	"unsafe"
 
+	"tuttifs/contentkey"
 	"tuttifs/engine"
 	"tuttifs/gio"
 	"tuttifs/stripe"
@@ -39,6 +40,7 @@ var codes = []struct {
 	{gio.ErrTimeout, C.TUTTIFS_ETIMEDOUT}, {gio.ErrChecksum, C.TUTTIFS_EILSEQ}, {gio.ErrUnmapped, C.TUTTIFS_ENOENT},
 	{gio.ErrMemory, C.TUTTIFS_ENOMEM}, {gio.ErrBusy, C.TUTTIFS_EBUSY}, {gio.ErrInvalid, C.TUTTIFS_EINVAL},
 	{engine.ErrInvalid, C.TUTTIFS_EINVAL}, {stripe.ErrGeometry, C.TUTTIFS_EINVAL},
+	{contentkey.ErrPrompt, C.TUTTIFS_EINVAL},
 	{engine.ErrDrive, C.TUTTIFS_EIO}, {gio.ErrStatus, C.TUTTIFS_EIO}, {gio.ErrProtocol, C.TUTTIFS_EIO},
 }
 

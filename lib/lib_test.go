@@ -10,6 +10,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"strings"
 	"testing"
 	"time"
 
@@ -104,6 +106,67 @@ func TestC(t *testing.T) {
 	run(t, gcc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-I../include", "-o", program,
 		"testdata/roundtrip.c", "-L"+dir, "-ltuttifs", "-lpthread", "-Wl,-rpath,"+dir)
 	run(t, program, mount)
+}
+
+// TestInstalled builds the example against what make install-lib installs, and runs it twice.
+func TestInstalled(t *testing.T) {
+	gcc := compiler(t, "gcc")
+	mount := newMount(t)
+	root := t.TempDir()
+	prefix := filepath.Join(root, "usr")
+	run(t, "make", "-s", "-C", "..", "install-lib", "DESTDIR="+root, "PREFIX=/usr", "LIBOUT="+filepath.Join(root, "out"))
+	pc, err := os.ReadFile(filepath.Join(prefix, "lib/pkgconfig/libtuttifs.pc"))
+	require.NoError(t, err)
+	require.Regexp(t, `(?m)^prefix=/usr$`, string(pc))
+	require.Regexp(t, `(?m)^Version: \d+\.\d+$`, string(pc))
+	program := filepath.Join(root, "prefix")
+	run(t, gcc, "-std=c99", "-Wall", "-Wextra", "-Werror", "-O1", "-I"+filepath.Join(prefix, "include"), "-o", program,
+		"../examples/prefix.c", "-L"+filepath.Join(prefix, "lib"), "-ltuttifs", "-Wl,-rpath,"+filepath.Join(prefix, "lib"))
+	for _, want := range []string{"computed 330 tokens, stored 20 files\n",
+		"restored 20 files, 10 tokens left to compute\n"} {
+		out, err := exec.Command(program, mount).CombinedOutput()
+		require.NoError(t, err, "%s", out)
+		require.Equal(t, want, string(out))
+	}
+	// Another mount, another engine: nothing is stored there.
+	out, err := exec.Command(program, "/").CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "tuttifs_open(argv[1], &mount): ")
+	run(t, "make", "-s", "-C", "..", "uninstall", "DESTDIR="+root, "PREFIX=/usr", "HELPERS=/usr/sbin")
+	left, err := filepath.Glob(filepath.Join(prefix, "*/*tuttifs*"))
+	require.NoError(t, err)
+	require.Empty(t, left)
+}
+
+// TestSymbols: the library shows the header's functions, each with the version that it came with, and nothing else.
+func TestSymbols(t *testing.T) {
+	compiler(t, "gcc")
+	readelf := compiler(t, "readelf")
+	dir := t.TempDir()
+	run(t, "../scripts/lib.sh", "go", dir)
+	header, err := os.ReadFile("../include/libtuttifs.h")
+	require.NoError(t, err)
+	want := map[string]string{}
+	for _, f := range regexp.MustCompile(`(?m)^\w[\w ]*[ *](tuttifs_\w+)\(`).FindAllStringSubmatch(string(header), -1) {
+		want[f[1]] = "TUTTIFS_1.0"
+	}
+	require.Contains(t, want, "tuttifs_last_error")
+	library := filepath.Join(dir, "libtuttifs.so")
+	out, err := exec.Command(readelf, "--wide", "--dyn-syms", library).Output()
+	require.NoError(t, err)
+	got := map[string]string{}
+	for _, line := range strings.Split(string(out), "\n") {
+		fields := strings.Fields(line)
+		if len(fields) < 8 || fields[3] != "FUNC" || fields[6] == "UND" {
+			continue
+		}
+		name, version, _ := strings.Cut(fields[7], "@@")
+		got[name] = version
+	}
+	require.Equal(t, want, got)
+	out, err = exec.Command(readelf, "--wide", "--dynamic", library).Output()
+	require.NoError(t, err)
+	require.Contains(t, string(out), "soname: [libtuttifs.so.1]")
 }
 
 // requireLittleTLS: Go's thread-local memory is in the static block, and so is the library's then. What is loaded late

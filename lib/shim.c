@@ -143,6 +143,12 @@ API int tuttifs_memory_cost(tuttifs_memory_t registered, uint64_t *bytes)
 
 API int tuttifs_unregister(tuttifs_memory_t registered) { return GO(goUnregister, H(registered)); }
 
+API int tuttifs_keys(const struct tuttifs_prompt *prompt, const uint32_t *tokens, uint64_t count, uint8_t *keys,
+                     uint64_t *files)
+{
+	return GO(goKeys, (struct tuttifs_prompt *)prompt, (uint32_t *)tokens, count, keys, files);
+}
+
 API int tuttifs_peek(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, uint64_t count, uint64_t *found)
 {
 	return GO(goPeek, H(pool), tenant, (uint8_t *)keys, count, found);
