@@ -7,7 +7,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -26,38 +25,54 @@ func python(t *testing.T, module string) string {
 	return path
 }
 
-const sizesInPython = `
+// structuresInPython says where the fields of the package's structures are, or writes the C program that says it.
+const structuresInPython = `
 import sys, ctypes, re
-sys.path.insert(0, "../scripts")
-import tuttifs_ctypes as t
-for name in "SessionOptions SessionStats Run Object PoolOptions PoolStats StridedRun Paged Lease Item".split():
-    c = re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
-    print("tuttifs_" + c, ctypes.sizeof(getattr(t, name)))
+sys.path.insert(0, "../python")
+import tuttifs._lib as t
+in_c = sys.argv[1] == "c"
+if in_c:
+    print('#include <stddef.h>\n#include <stdio.h>\n#include "libtuttifs.h"\nint main(void) {')
+for name, s in vars(t).items():
+    if isinstance(s, type) and issubclass(s, ctypes.Structure) and s is not t.Sized:
+        c = "struct tuttifs_" + re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
+        for f, _ in s._fields_:
+            if in_c:
+                print(f'printf("{c}.{f} %zu %zu\\n", offsetof({c}, {f}), sizeof((({c} *)0)->{f}));')
+            else:
+                print(f"{c}.{f}", getattr(s, f).offset, getattr(s, f).size)
+        print(f'printf("{c} %zu\\n", sizeof({c}));' if in_c else f"{c} {ctypes.sizeof(s)}")
+if in_c:
+    print("return 0; }")
 `
 
-// TestPythonStructures: the module for Python has the header's structures, and all of its functions.
+// TestPythonStructures: the package for Python has the header's structures, all of them with their fields in their
+// places, and its functions.
 func TestPythonStructures(t *testing.T) {
 	gcc := compiler(t, "gcc")
 	interpreter := python(t, "ctypes")
-	program := filepath.Join(t.TempDir(), "sizes")
-	run(t, gcc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-I../include", "-o", program, "testdata/sizes.c")
+	inPython := func(what string) []byte {
+		out, err := exec.Command(interpreter, "-B", "-c", structuresInPython, what).CombinedOutput()
+		require.NoError(t, err, "%s", out)
+		return out
+	}
+	dir := t.TempDir()
+	source, program := filepath.Join(dir, "structures.c"), filepath.Join(dir, "structures")
+	require.NoError(t, os.WriteFile(source, inPython("c"), 0o600))
+	run(t, gcc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-I../include", "-o", program, source)
 	want, err := exec.Command(program).Output()
 	require.NoError(t, err)
-	got, err := exec.Command(interpreter, "-B", "-c", sizesInPython).CombinedOutput()
-	require.NoError(t, err, "%s", got)
-	require.Equal(t, string(want), string(got))
+	require.Equal(t, string(want), string(inPython("python")))
 
 	header, err := os.ReadFile("../include/libtuttifs.h")
 	require.NoError(t, err)
-	module, err := os.ReadFile("../scripts/tuttifs_ctypes.py")
+	module, err := os.ReadFile("../python/tuttifs/_lib.py")
 	require.NoError(t, err)
 	for _, f := range regexp.MustCompile(`(?m)^int tuttifs_(\w+)\(`).FindAllStringSubmatch(string(header), -1) {
-		if !strings.HasSuffix(f[1], "_at") { // flat memory is for C
-			require.Contains(t, string(module), `"`+f[1]+`": [`)
-		}
+		require.Contains(t, string(module), `"`+f[1]+`": [`)
 	}
 	for _, s := range regexp.MustCompile(`(?m)^struct (tuttifs_\w+) \{`).FindAllStringSubmatch(string(header), -1) {
-		require.Contains(t, string(want), s[1]+" ", "a structure whose size is not compared")
+		require.Contains(t, string(want), "struct "+s[1]+" ", "a structure that is not compared")
 	}
 }
 

@@ -1,0 +1,137 @@
+"""Leases: a session's hold on files, and the two ways to come by them."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes as C
+import enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Sequence, Type, Union, overload
+
+from . import _lib
+from .errors import NotFoundError
+
+if TYPE_CHECKING:
+    from .store import Pool
+
+
+class Status(enum.IntEnum):
+    """What a lease is good for."""
+
+    PINNED = 1  # readable
+    NEW = 2  # reserved: to be written
+    JOINED = 3  # reserved by another rank of this session: write this rank's objects
+    EXISTS = 4  # stored already: nothing to write
+    PENDING = 5  # another engine is storing it
+    DECLINED = 6  # the mount's admission policy does not want it: nothing to write
+    OTHER = 255  # of a later version: nothing to write
+
+    @property
+    def to_be_written(self) -> bool:
+        return self in (Status.NEW, Status.JOINED)
+
+
+class Lease(NamedTuple):
+    """A file's slot, leased to the session."""
+
+    slot: int
+    tokens: int
+    generation: int
+    seed: bytes  # 16 bytes, of its checksums
+    status: Status
+
+
+class Leases(Sequence[Lease]):
+    """Leases in the order of their keys. A slice is `Leases` too, and good for as long as the whole."""
+
+    def __init__(self, array: Any, count: int, first: int = 0) -> None:
+        self._array, self._first, self._count = array, first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Lease: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Leases": ...
+
+    def __getitem__(self, index: Union[int, slice]) -> Union[Lease, "Leases"]:
+        if isinstance(index, slice):
+            begin, end, step = index.indices(self._count)
+            if step != 1:
+                raise ValueError("a slice of leases has the step 1")
+            return Leases(self._array, max(0, end - begin), self._first + begin)
+        if not -self._count <= index < self._count:
+            raise IndexError(f"lease {index} of {self._count}")
+        c = self._array[self._first + index % self._count]
+        try:
+            status = Status(c.status)
+        except ValueError:
+            status = Status.OTHER
+        return Lease(c.slot, c.tokens, c.generation, bytes(c.seed), status)
+
+    def _c(self, index: int) -> Any:
+        return self._array[self._first + index]
+
+
+class Pinned(Leases):
+    """The longest stored prefix of some keys, leased for reading. `with` releases it."""
+
+    def __init__(self, pool: "Pool", request: int, array: Any, count: int) -> None:
+        super().__init__(array, count)
+        self.pool, self.request = pool, request
+        self._held = count > 0  # a pin that finds nothing has nothing to be released
+
+    def release(self) -> None:
+        """Ends the leases. Another rank may pin by the same request, and releases it itself."""
+        if self._held:
+            self._held = False
+            self.pool._lib.release(self.pool._h, self.request)
+
+    def __enter__(self) -> "Pinned":
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
+                 trace: Optional[TracebackType]) -> None:
+        self.release()
+
+
+class Reservation(Leases):
+    """Slots to be written. `with` gives up what was not committed."""
+
+    def __init__(self, pool: "Pool", reserve: int, array: Any, count: int) -> None:
+        super().__init__(array, count)
+        self.pool, self.reserve = pool, reserve
+        self._open = True
+
+    def commit(self, ranks: Sequence[int] = (0,)) -> None:
+        """Says that this process has written all objects of the ranks, and waits until the files are durable: until the
+        last rank of any process has committed. They are visible from then on, and not before.
+
+        What was computed from a load of which a slot failed is wrong, although its checksums are right: `abort` it
+        (docs/libtuttifs.md, "When a load fails"). Raises `IncompleteError` where an object was not written,
+        `NotFoundError` where another rank has aborted.
+        """
+        self._open = False
+        self.pool._lib.commit(self.pool._h, self.reserve, (C.c_uint16 * len(ranks))(*ranks), len(ranks))
+
+    async def commit_async(self, ranks: Sequence[int] = (0,)) -> None:
+        """`commit`, without keeping the event loop. Where the task is cancelled, the commit goes on."""
+        await asyncio.to_thread(self.commit, ranks)
+
+    def abort(self) -> None:
+        """Gives the slots back, for all ranks, as long as one of them has not committed."""
+        self._open = False
+        self.pool._lib.abort(self.pool._h, self.reserve)
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
+                 trace: Optional[TracebackType]) -> None:
+        if self._open:
+            try:
+                self.abort()
+            except NotFoundError:
+                pass  # another rank has aborted
