@@ -246,12 +246,12 @@ class Layers:
     def retrieve(self, layer, after=None):
         h = vp()
         self.lib.retrieve_layer(self.h, layer, handle(after), C.byref(h))
-        return Transfer(self.lib, h)
+        return Transfer(self.lib, h, after)
 
     def store(self, layer, after=None):
         h = vp()
         self.lib.store_layer(self.h, layer, handle(after), C.byref(h))
-        return Transfer(self.lib, h)
+        return Transfer(self.lib, h, after)
 
     def finish(self):
         self.lib.finish(self.h)
@@ -270,8 +270,9 @@ class Layers:
 
 
 class Transfer:
-    def __init__(self, library, h):
+    def __init__(self, library, h, after):
         self.lib, self.h = library, h
+        self.after = after  # the event is to outlive the transfer
 
     def wait_on(self, stream):
         """Makes what is enqueued on the stream from now on wait for the transfer."""
@@ -279,3 +280,4 @@ class Transfer:
 
     def wait(self):
         self.lib.wait(self.h)
+        self.after = None
