@@ -22,6 +22,7 @@ Dir::Cache "$dir/cache";
 Dir::Etc::SourceParts "$dir/sources";
 Debug::NoLocking "true";
 APT::Sandbox::User "$(id -un)";
+APT::Update::Error-Mode "any";
 Acquire::Retries "2";
 Acquire::http::Timeout "20";
 END
@@ -55,7 +56,7 @@ qemu=$(apt-get -s install --no-install-recommends ${release:+-t "$release"} qemu
 (cd "$dir/debs" && apt-get download -qq $qemu "$kernel" busybox-static) >"$dir/log" 2>&1 ||
   { cat "$dir/log"; cannot "packages cannot be had: $(echo $qemu) $kernel busybox-static"; }
 for deb in "$dir"/debs/*.deb; do
-  dpkg -x "$deb" "$dir/root"
+  HOME=$dir dpkg -x "$deb" "$dir/root"
 done
 rm -rf "$dir/debs" "$dir/lists" "$dir/cache" "$dir/root/usr/share/doc"
 du -sh "$dir/root" | sed 's,^\([^ 	]*\).*,\1 unpacked,'

@@ -86,9 +86,12 @@ daemon() { pidof tuttifs | tr ' ' '\n' | sort -n | head -n 1; }
 
 dmesg -c >/dev/null
 title "the kernel's driver finds the controllers"
+expect 1 tuttifs drives check
+says 'modprobe vfio-pci'
 for m in /modules/*; do
   must insmod "$m"
 done
+must tuttifs drives check
 stty -F /dev/ttyS1 raw -echo
 cat /dev/ttyS1 >/tmp/monitor &
 monitor info status
@@ -104,6 +107,9 @@ for a in $A $B $C $D; do
   group=$(basename "$(readlink "/sys/bus/pci/devices/$a/iommu_group")")
   [ -c "/dev/vfio/$group" ] || fail "there is no /dev/vfio/$group for $a"
 done
+must tuttifs drives check
+says '4 groups can be opened'
+cat /tmp/out
 for a in $A $B $C $D; do
   driver nvme "$a"
 done
