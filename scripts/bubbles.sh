@@ -29,11 +29,12 @@ clean() {
   rm -rf "$1"
 }
 for left in "$where"/bubbles.*; do
-  [ -f "$left/pid" ] && ! kill -0 "$(cat "$left/pid")" 2>/dev/null && clean "$left"
+  [ -f "$left/lock" ] && flock -n "$left/lock" true && clean "$left"
 done
 
 work=$(mktemp -d "$where/bubbles.XXXXXX") || exit 1
-echo $$ >"$work/pid"
+exec 9>"$work/lock"
+flock -n 9 # for as long as this or its child lives
 child=
 trap 'clean "$work"' EXIT
 trap '[ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child"; }; exit 130' INT TERM HUP
