@@ -18,6 +18,7 @@ from ram_volume import RamVolume
 
 SPARE_BLOCKS = 64      # of the pool, behind the longest prompt: what a backlog of stores is made of
 CHECKED_TOKENS = 8192  # most new ones of a prompt whose stores are kept and read back
+ISSUED_AT_ONCE = 4     # layers, so that no layer's kernels wait for the host
 BACKLOG_FLYING = 6     # layers of it under way
 RESTORES_FLYING = 3    # layers, where rates are measured without compute
 BACKLOG_PAIRS = 5
@@ -172,7 +173,7 @@ class Request:
 
     def after(self, layer):
         if not self.way.ahead:
-            self.issue(self.kv.model.layers)
+            self.issue(2 + ISSUED_AT_ONCE * (layer + 1))
         event = self.kv.event()
         self.stores.append(self.written[-1].store(layer, event))
         if self.way.scheduler:
@@ -261,7 +262,7 @@ class KV(Store):
         layers = self.pool.layers(0, leases, self.memory, self.table[:blocks])
         synchronize(self.model)
         flying, n, begin = [], 0, time.perf_counter()
-        while time.perf_counter() - begin < seconds or n % self.model.layers:
+        while not n or n % self.model.layers or time.perf_counter() - begin < seconds:
             flying.append(layers.retrieve(n % self.model.layers))
             n += 1
             if len(flying) == RESTORES_FLYING:
@@ -357,11 +358,11 @@ class Bench:
                 self.probe.begin()
             x, logits = model.forward(part, position, before, request.after)
             states.append(x)
-            request.end_pass()
             position, before = position + piece, None
         self.probe.end()
         int(logits.argmax())  # the first token, on the host
         seconds = time.perf_counter() - begin
+        request.end_pass()
         synchronize(model)
         compute, bubbles = self.probe.read()
         return request, {"ttft": 1e3 * seconds, "compute": compute, "bubbles": bubbles}, (torch.cat(states), logits)
@@ -421,7 +422,8 @@ class Bench:
     def cell(self, plan, source, kv=None, check=False):
         """Runs of one way in turns with the HBM-resident one, and before each and behind the last one of the latter."""
         cached, blocks = plan["cached_tokens"] // self.a.block, plan["tokens"] // self.a.block
-        if self.left() < 3 * self.resident_ms.get((cached, blocks), 0) / 1e3 + 2:
+        guess = plan["new_tokens"] * (0.04 + 1.3e-6 * plan["tokens"])  # ms, roughly an H200's
+        if self.left() < 5 * self.resident_ms.get((cached, blocks), guess) / 1e3 + 2:
             return False
         if (cached, blocks) not in self.wanted:
             self.resident(cached, blocks)
