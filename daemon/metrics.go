@@ -23,6 +23,7 @@ func (d *Daemon) stats() *StatsDocument {
 	doc := &StatsDocument{
 		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{},
 		Drives: map[string]IOStats{}, DriveErrors: map[string]DriveErrs{}, Phases: map[string]PhaseStats{},
+		Engines: map[string]EngineStats{},
 	}
 	for _, p := range d.store.Pools() {
 		s := newPoolStats(p.Stats())
@@ -43,6 +44,9 @@ func (d *Daemon) stats() *StatsDocument {
 		sessions[m.Session] = true
 	}
 	doc.Sessions = uint64(len(sessions))
+	for id, e := range d.control.Engines() {
+		doc.Engines[strconv.FormatUint(uint64(id), 10)] = e
+	}
 	doc.Wear = d.wear.stats(time.Now())
 	if e, ok := d.store.Expectation(); ok {
 		doc.Expectation = &e
@@ -278,6 +282,9 @@ func newCollector(d *Daemon) *collector {
 	for _, m := range volumeMetrics {
 		describe(m.name, m.help)
 	}
+	for _, m := range engineMetrics {
+		describe("engine_"+m.name, m.help+" As the session's processes say.", "session")
+	}
 	return c
 }
 
@@ -314,6 +321,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		emit(c, out, wearMetrics, "drive_", &w, index)
 	}
 	emit(c, out, volumeMetrics, "", s)
+	for id, e := range s.Engines {
+		emit(c, out, engineMetrics, "engine_", &e, id)
+	}
 }
 
 // metricsServer answers GET /metrics.

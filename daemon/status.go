@@ -242,6 +242,8 @@ type StatsDocument struct {
 	Wear          map[string]DriveWear `json:"wear"`         // likewise
 	// Phases are those of the drives in use, by index.
 	Phases map[string]PhaseStats `json:"phases"`
+	// Engines are what sessions say of themselves, by number.
+	Engines map[string]EngineStats `json:"engines"`
 	// Expectation is what cost-aware admission believes now, where a pool has it.
 	Expectation *wear.Expectation `json:"admission_expectation,omitempty"`
 }

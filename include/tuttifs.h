@@ -563,9 +563,55 @@ TUTTIFS_SIZE(tuttifs_attach_reply, 384);
 #define TUTTIFS_STATE_WORD 144 /* u32: TUTTIFS_SESSION_LIVE, TUTTIFS_SESSION_CLOSED */
 #define TUTTIFS_MAP_GENERATION_WORD 192 /* u64: counted up when any pool's rows have changed */
 #define TUTTIFS_TICKET_WORD 256 /* u32: counted up, and woken as a futex, when a ticket of this process finishes */
+#define TUTTIFS_COUNTERS_OFFSET 1024 /* struct tuttifs_engine_counters, written by the engine */
 #define TUTTIFS_HEARTBEAT_MILLISECONDS 100
 #define TUTTIFS_SESSION_LIVE 1
 #define TUTTIFS_SESSION_CLOSED 2
+
+/* struct tuttifs_engine_counters lie at TUTTIFS_COUNTERS_OFFSET of the session page: what a
+ * process's scheduler and store buffer have counted since it attached. The process stores each
+ * field at once, some times a second, TUTTIFS_VERSION last. The daemon shows them with the
+ * session's and believes nothing of them. Later versions of the same number only add fields. */
+struct tuttifs_engine_counters {
+	uint32_t version; /* TUTTIFS_ENGINE_COUNTERS_VERSION; 0: nothing was written */
+	uint32_t reserved; /* zero */
+	uint64_t passes; /* prefills begun */
+	uint64_t layers; /* of them that were computed */
+	uint64_t decode_steps;
+	uint64_t bubbles; /* layers before which compute stood */
+	uint64_t bubble_nanos; /* time that compute stood for reads */
+	uint64_t first_bubble_nanos; /* of it before first layers */
+	uint64_t read_hidden_nanos; /* reads were in flight, and compute did not stand */
+	uint64_t read_exposed_nanos; /* reads were in flight, and compute stood */
+	uint64_t write_nanos; /* deferred writes were in flight */
+	uint64_t deferred_objects; /* stored by way of the store buffer */
+	uint64_t deferred_bytes;
+	uint64_t issued_off_bytes; /* of them that went to the drives because nothing held them back */
+	uint64_t issued_age_bytes; /* because they were too old to wait */
+	uint64_t issued_high_bytes; /* because the store buffer was nearly full */
+	uint64_t issued_window_bytes; /* in windows of layers */
+	uint64_t issued_decode_bytes; /* in decode steps */
+	uint64_t issued_idle_bytes; /* while nothing computed */
+	uint64_t backlog_bytes; /* that wait now */
+	uint64_t backlog_age_nanos; /* of the oldest of them */
+	uint64_t oldest_age_nanos; /* that any has reached */
+	uint64_t overruns; /* windows at whose end their writes were in flight */
+	uint64_t beside; /* pieces of writes that were issued beside reads of this process */
+	uint64_t offers; /* prefixes that were asked about */
+	uint64_t offers_refused; /* of them that were not worth restoring */
+	uint64_t estimates; /* passes whose time was estimated before */
+	uint64_t estimated_nanos; /* sum of the estimates */
+	uint64_t took_nanos; /* sum of what those passes took */
+	uint64_t error_nanos; /* sum of the differences */
+	uint64_t store_bytes; /* of the store buffer */
+	uint64_t store_filled_bytes; /* of it in use now */
+	uint64_t store_refused; /* layers that it had no room for */
+	uint64_t store_blocked_nanos; /* time that stores waited for room */
+};
+TUTTIFS_SIZE(tuttifs_engine_counters, 264);
+
+/* TUTTIFS_ENGINE_COUNTERS_VERSION is what this version writes. */
+#define TUTTIFS_ENGINE_COUNTERS_VERSION 1
 
 /* The verbs. */
 #define TUTTIFS_IOC_HELLO          _IOWR('T', 1, struct tuttifs_hello)

@@ -83,11 +83,57 @@ const (
 	MapGenerationWord = 192 // u64: counted up when any pool's rows have changed
 	TicketWord        = 256 // u32: counted up, and woken as a futex, when a ticket of this process finishes
 
+	CountersOffset = 1024 // EngineCounters, written by the engine
+
 	HeartbeatMilliseconds = 100
 
 	SessionLive   = 1
 	SessionClosed = 2
 )
+
+// EngineCounters lie at CountersOffset of the session page: what a process's scheduler and store buffer have counted
+// since it attached. The process stores each field at once, some times a second, Version last. The daemon shows them
+// with the session's and believes nothing of them. Later versions of the same number only add fields.
+type EngineCounters struct {
+	_                 structs.HostLayout
+	Version           uint32 // EngineCountersVersion; 0: nothing was written
+	Reserved          uint32 // zero
+	Passes            uint64 // prefills begun
+	Layers            uint64 // of them that were computed
+	DecodeSteps       uint64
+	Bubbles           uint64 // layers before which compute stood
+	BubbleNanos       uint64 // time that compute stood for reads
+	FirstBubbleNanos  uint64 // of it before first layers
+	ReadHiddenNanos   uint64 // reads were in flight, and compute did not stand
+	ReadExposedNanos  uint64 // reads were in flight, and compute stood
+	WriteNanos        uint64 // deferred writes were in flight
+	DeferredObjects   uint64 // stored by way of the store buffer
+	DeferredBytes     uint64
+	IssuedOffBytes    uint64 // of them that went to the drives because nothing held them back
+	IssuedAgeBytes    uint64 // because they were too old to wait
+	IssuedHighBytes   uint64 // because the store buffer was nearly full
+	IssuedWindowBytes uint64 // in windows of layers
+	IssuedDecodeBytes uint64 // in decode steps
+	IssuedIdleBytes   uint64 // while nothing computed
+	BacklogBytes      uint64 // that wait now
+	BacklogAgeNanos   uint64 // of the oldest of them
+	OldestAgeNanos    uint64 // that any has reached
+	Overruns          uint64 // windows at whose end their writes were in flight
+	Beside            uint64 // pieces of writes that were issued beside reads of this process
+	Offers            uint64 // prefixes that were asked about
+	OffersRefused     uint64 // of them that were not worth restoring
+	Estimates         uint64 // passes whose time was estimated before
+	EstimatedNanos    uint64 // sum of the estimates
+	TookNanos         uint64 // sum of what those passes took
+	ErrorNanos        uint64 // sum of the differences
+	StoreBytes        uint64 // of the store buffer
+	StoreFilledBytes  uint64 // of it in use now
+	StoreRefused      uint64 // layers that it had no room for
+	StoreBlockedNanos uint64 // time that stores waited for room
+}
+
+// EngineCountersVersion is what this version writes.
+const EngineCountersVersion = 1
 
 // ErrMessage is what malformed messages are.
 var ErrMessage = errors.New("ioctl: malformed attach message")
