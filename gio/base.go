@@ -17,6 +17,8 @@ type base struct {
 	user    []byte     // what is left of DMA
 	scratch [2]scratch // for reads and for writes, so that a write that is held back delays no read
 	regions regionTable
+	store   *storeBuffer // nil: stores go through the lanes' cells
+	pacer   pacer
 }
 
 // configure checks the configuration, fills its defaults in and lays the DMA memory out: bounce cells, PRP lists,
@@ -31,6 +33,12 @@ func (b *base) configure(c RingConfig) error {
 	if c.ScratchBytes == 0 {
 		c.ScratchBytes = min(scratchDefault, len(c.DMA)/8&^(pageBytes-1))
 	}
+	if c.StoreBytes > 0 && c.StoreLanes == 0 {
+		c.StoreLanes = min(storeLanesDefault, len(c.Lanes)-1)
+	}
+	if b.pacer = c.pacer; b.pacer == nil {
+		b.pacer = readsFirst{}
+	}
 	b.config = c
 	if err := b.layOut(); err != nil {
 		return err
@@ -42,8 +50,20 @@ func (b *base) configure(c RingConfig) error {
 // DMA is the part of the DMA memory that the executor leaves to its user: buffers in it are reached directly.
 func (b *base) DMA() []byte { return b.user }
 
-// laneCells is the bytes of bounce cells of each lane.
-func (b *base) laneCells() int { return b.config.BounceBytes / len(b.config.Lanes) &^ (pageBytes - 1) }
+// common is how many lanes carry everything but deferred writes: the first ones.
+func (b *base) common() int { return len(b.config.Lanes) - b.config.StoreLanes }
+
+// laneCells is the bytes of bounce cells of each lane; those of deferred writes have none.
+func (b *base) laneCells() int { return b.config.BounceBytes / b.common() &^ (pageBytes - 1) }
+
+// cells are a lane's bounce cells and their I/O address.
+func (b *base) cells(lane int) (cells []byte, address uint64) {
+	if lane >= b.common() {
+		return nil, 0
+	}
+	n := b.laneCells()
+	return b.config.DMA[lane*n : (lane+1)*n], b.config.DMABase + uint64(lane*n)
+}
 
 func (c *RingConfig) validate() error {
 	var errs []error
@@ -79,7 +99,26 @@ func (c *RingConfig) validate() error {
 	if (c.Armed == nil) != (c.Wake == nil) {
 		bad("Armed and Wake go together")
 	}
+	if err := c.validateStore(); err != nil {
+		errs = append(errs, err)
+	}
 	return errors.Join(errs...)
+}
+
+func (c *RingConfig) validateStore() error {
+	switch {
+	case c.StoreBytes == 0 && c.StoreLanes == 0:
+		return nil
+	case c.StoreBytes < StoreLeast || c.StoreBytes%pageBytes != 0:
+		return fmt.Errorf("%w: a store buffer of %d bytes, whole pages from %d bytes on are possible",
+			ErrInvalid, c.StoreBytes, StoreLeast)
+	case c.StoreLanes < 0 || len(c.Lanes) < 2 || c.StoreLanes >= len(c.Lanes):
+		return fmt.Errorf("%w: %d of %d lanes for deferred writes: one of each kind is the least",
+			ErrInvalid, c.StoreLanes, len(c.Lanes))
+	case c.StorePolicy > StoreRefuse:
+		return fmt.Errorf("%w: store policy %d", ErrInvalid, c.StorePolicy)
+	}
+	return nil
 }
 
 func (q *Queue) validate() error {
@@ -104,9 +143,17 @@ func (b *base) layOut() error {
 	if !c.SGL {
 		lists = prpTableBytes(len(c.DMA))
 	}
-	if at+lists+c.ScratchBytes >= len(c.DMA) || c.ScratchBytes < 2*pageBytes {
-		return fmt.Errorf("%w: DMA memory of %d bytes is too small: %d of bounce cells, %d of PRP lists, %d of scratch",
-			ErrInvalid, len(c.DMA), at, lists, c.ScratchBytes)
+	if at+c.StoreBytes+lists+c.ScratchBytes >= len(c.DMA) || c.ScratchBytes < 2*pageBytes {
+		return fmt.Errorf("%w: DMA memory of %d bytes is too small: %d of bounce cells, %d of store buffer, "+
+			"%d of PRP lists, %d of scratch", ErrInvalid, len(c.DMA), at, c.StoreBytes, lists, c.ScratchBytes)
+	}
+	if c.StoreBytes > 0 {
+		m, err := b.ownMemory(at, c.StoreBytes)
+		if err != nil {
+			return err
+		}
+		b.store = newStoreBuffer(m, c.StorePolicy, c.Deadline)
+		at += c.StoreBytes
 	}
 	if !c.SGL {
 		b.prp = newPRPTable(c.DMA[at:at+lists], c.DMABase+uint64(at), c.DMABase, len(c.DMA))
@@ -114,15 +161,22 @@ func (b *base) layOut() error {
 	}
 	for i := range b.scratch {
 		half := c.ScratchBytes / 2 &^ (pageBytes - 1)
-		m := &Memory{buf: c.DMA[at : at+half : at+half], base: c.DMABase + uint64(at), direct: true, padded: true}
-		at += half
-		if err := b.regions.add(m); err != nil {
+		m, err := b.ownMemory(at, half)
+		if err != nil {
 			return err
 		}
+		at += half
 		b.scratch[i].memory = m
 	}
 	b.user = c.DMA[at:]
 	return nil
+}
+
+// ownMemory registers a part of the DMA memory that is the executor's own.
+func (b *base) ownMemory(at, n int) (*Memory, error) {
+	c := &b.config
+	m := &Memory{buf: c.DMA[at : at+n : at+n], base: c.DMABase + uint64(at), direct: true, padded: true}
+	return m, b.regions.add(m)
 }
 
 func (b *base) mapDrives() {

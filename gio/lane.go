@@ -21,6 +21,7 @@ type lane struct {
 	number    int
 	cells     []byte // the lane's bounce cells; a chunk packs its commands into them from the start
 	cellsBase uint64
+	store     bool // it carries deferred writes and nothing else
 
 	mu sync.Mutex // guards everything below; held while a chunk is built, rung, completed or failed
 	laneQueues
@@ -28,9 +29,12 @@ type lane struct {
 	dead     bool
 	ticket   *ringTicket
 	deadline time.Time
-	commands int // of the chunk
-	bounced  int // bytes of cells in use
-	errors   int // commands with a bad status
+	commands int    // of the chunk
+	bounced  int    // bytes of cells in use
+	errors   int    // commands with a bad status
+	payload  uint64 // bytes of the chunk
+	rung     int64  // when it was given to the drives
+	ahead    bool   // nobody waited for its batch, or one behind it, when it was
 }
 
 // laneQueues are the queue pairs of a lane and what of its chunk is outstanding.
@@ -84,16 +88,19 @@ func (l *lane) start() bool {
 	r.mu.Lock()
 	var t *ringTicket
 	for l.commands == 0 {
-		if t = r.turn(); t == nil {
+		if t = r.turn(l); t == nil {
 			break
 		}
 		l.cut(t)
 		if t.next == len(t.ctxs) {
-			r.list(t.write).remove(t)
+			r.list(t).remove(t)
 		}
 	}
-	if l.commands > 0 && t.write {
-		r.writing.Add(1)
+	if l.commands > 0 {
+		if t.write && !l.store {
+			r.writing.Add(1)
+		}
+		r.flow.issued(l, t)
 	}
 	r.mu.Unlock()
 	if l.commands == 0 {
@@ -122,9 +129,7 @@ func (l *lane) cut(t *ringTicket) {
 		}
 		t.next++
 	}
-	if refused > 0 {
-		t.left.Add(-refused)
-	}
+	t.countOff(refused)
 }
 
 // build makes one command. fits is false when the chunk has no room for it; with an error it never will.
@@ -168,6 +173,9 @@ func (l *lane) build(t *ringTicket, index int) (fits bool, err error) {
 	}
 	q.count++
 	l.commands++
+	if ctx.Flags == 0 {
+		l.payload += uint64(t.m.objects[ctx.Object].bytes)
+	}
 	return true, nil
 }
 
@@ -384,12 +392,13 @@ func (l *lane) report(t *ringTicket) {
 // release counts the chunk off and makes the lane idle.
 func (l *lane) release(t *ringTicket) {
 	n := l.commands
-	l.busy, l.ticket, l.commands, l.pending, l.bounced = false, nil, 0, 0, 0
-	if t.write {
+	l.ring.flow.arrived(l, t)
+	l.busy, l.ticket, l.commands, l.pending, l.bounced, l.payload = false, nil, 0, 0, 0, 0
+	if t.write && !l.store {
 		l.ring.writing.Add(-1)
 	}
 	l.ring.disarm()
-	t.left.Add(-int64(n))
+	t.countOff(int64(n))
 }
 
 // fail ends the chunk in flight with an error: it quiesces first, and only then gives the chunk's memory back. The lane
@@ -400,6 +409,10 @@ func (l *lane) fail(cause error) error {
 	if quiesced := r.quiesce(l.number); quiesced != nil {
 		err := fmt.Errorf("%w: lane %d: %w (after: %w)", ErrDead, l.number, quiesced, cause)
 		r.broken.CompareAndSwap(nil, &err)
+		if r.store != nil {
+			r.store.fail(err)
+			r.driver.ring() // to fail the rest, where nobody else is in the ring
+		}
 		l.drop(err)
 		return err
 	}
@@ -410,11 +423,22 @@ func (l *lane) fail(cause error) error {
 	}
 	if err != nil {
 		l.dead = true
-		if r.alive.Add(-1) == 0 {
-			r.failQueued(fmt.Errorf("%w: no lane is left: %w", ErrDead, err))
-		}
+		l.gone(fmt.Errorf("%w: no lane is left: %w", ErrDead, err))
 	}
 	return nil
+}
+
+// gone counts a dead lane. With the last one of its kind, what waits for such lanes fails.
+func (l *lane) gone(err error) {
+	r := l.ring
+	switch {
+	case l.store && r.storeAlive.Add(-1) == 0:
+		r.failList(&r.deferred, err)
+		r.store.fail(err)
+	case !l.store && r.alive.Add(-1) == 0:
+		r.failList(&r.reads, err)
+		r.failList(&r.writes, err)
+	}
 }
 
 // drop ends the lane and its chunk without quiescing: the ring is broken.
@@ -424,7 +448,7 @@ func (l *lane) drop(err error) {
 	}
 	if !l.dead {
 		l.dead = true
-		l.ring.alive.Add(-1)
+		l.gone(err)
 	}
 }
 

@@ -67,7 +67,7 @@ func (h *hand) issue(n int) *ringTicket {
 	for i := range n {
 		h.mem.buf[i*4096] = 0xee
 	}
-	ticket, err := h.ring.issue(false, h.m, ctxs)
+	ticket, err := h.ring.issue(false, h.m, ctxs, noLayer)
 	require.NoError(h.t, err)
 	return ticket
 }

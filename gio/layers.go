@@ -37,10 +37,53 @@ type layerState struct {
 	store   bool
 	sums    []uint64 // [slot*objects + ordinal in rank]
 
-	mu     sync.Mutex
-	failed []error
-	stored []bool // by ordinal, once a ticket that wrote it has been waited for
-	closed bool
+	mu       sync.Mutex
+	failed   []error
+	stored   []bool // by ordinal, once a ticket that wrote it has been waited for
+	deferred []deferredPart
+	closed   bool
+}
+
+// deferredPart is a write from the store buffer that nobody has waited for yet.
+type deferredPart struct {
+	active []uint32 // slots of the layer's IOCTXs, each objects of them
+	each   int
+	first  int // the part's first IOCTX in the layer
+	write  deferredWrite
+}
+
+type deferredWrite interface {
+	awaited() // says that outcome is about to be called
+	outcome() ([]Result, error)
+}
+
+// defers keeps a write for Finish.
+func (l *layerState) defers(b *layerBatch, first int, w deferredWrite) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.deferred = append(l.deferred, deferredPart{active: b.active, each: len(b.objects), first: first, write: w})
+}
+
+// drain waits for the writes that were deferred, and gives slots their errors. Its own error is for the whole.
+func (l *layerState) drain() (err error) {
+	l.mu.Lock()
+	parts := l.deferred
+	l.deferred = nil
+	l.mu.Unlock()
+	for i := range parts {
+		parts[i].write.awaited()
+	}
+	for i := range parts {
+		p := &parts[i]
+		failed, whole := p.write.outcome()
+		for _, f := range failed {
+			l.failSlot(int(p.active[(p.first+f.Index)/p.each]), f.Err)
+		}
+		if err == nil {
+			err = whole
+		}
+	}
+	return err
 }
 
 // init checks the arguments. sums makes room for so many.
@@ -76,8 +119,11 @@ func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*ring
 	return l, l.init(m, rank, slots, func(n int) ([]uint64, error) { return make([]uint64, n), nil })
 }
 
+// run moves a batch of trailers. Those that are written are deferred like what they are about.
 func (r *Ring) run(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
-	t, err := r.issue(write, m, ctxs)
+	t, err := r.issueTicket(&ringTicket{
+		ring: r, m: m, ctxs: ctxs, write: write, deferred: write && r.store != nil, layer: noLayer,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -178,14 +224,18 @@ func inParallel(n int, f func(i int)) {
 type ringLayerTicket struct {
 	layerBatch
 	layers *ringLayers
-	ticket *ringTicket
+	layer  int32
+	ticket *ringTicket // nil: it was evacuated
+
+	mu      sync.Mutex
+	refused []Result // what could not be evacuated
 }
 
 // RetrieveLayer reads the layer's objects of all slots into dst: dst[i*objectsOfLayer+j] is the descriptor for slot
 // i, object j of the layer. Wait verifies each object's checksum; failed slots are zeroed and reported by Failed. The
 // caller leaves dst alone until Wait.
 func (l *ringLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, error) {
-	t := &ringLayerTicket{layers: l}
+	t := &ringLayerTicket{layers: l, layer: int32(layer)}
 	batch, ctxs, err := l.prepare(layer, dst, false)
 	if err != nil {
 		return nil, err
@@ -194,7 +244,7 @@ func (l *ringLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, err
 	for _, i := range t.skipped {
 		t.zero(int(i))
 	}
-	t.ticket, err = l.ring.issue(false, l.m, ctxs)
+	t.ticket, err = l.ring.issue(false, l.m, ctxs, t.layer)
 	if err != nil {
 		return nil, err
 	}
@@ -202,29 +252,38 @@ func (l *ringLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, err
 }
 
 // StoreLayer writes the layer's objects of all slots and keeps their sums. The caller leaves src and the payloads
-// alone until Wait.
+// alone until Wait. With a store buffer they are evacuated before it returns, for which it waits for room or is refused
+// (StorePolicy); what becomes of their writes is told by Finish.
 func (l *ringLayers) StoreLayer(layer uint16, src []uint64) (LayerTicket, error) {
-	t := &ringLayerTicket{layers: l}
+	t := &ringLayerTicket{layers: l, layer: int32(layer)}
 	batch, ctxs, err := l.prepare(layer, src, true)
 	if err != nil {
 		return nil, err
 	}
 	t.layerBatch = batch
+	if l.ring.store != nil {
+		if err := t.evacuate(ctxs); err != nil {
+			return nil, err
+		}
+		return t, nil
+	}
 	t.each(func(i int) {
 		for j, object := range t.objects {
-			b := t.payload(i, j)
-			if b == nil {
-				continue // its IOCTX reports it
+			if b := t.payload(i, j); b != nil { // else its IOCTX reports it
+				l.sum(i, object, b)
 			}
-			at := i*l.objects + l.m.layout.OrdinalInRank(object)
-			l.sums[at] = checksum.Sum(l.slots[i].Seed, l.rank, object, b)
 		}
 	})
-	t.ticket, err = l.ring.issue(true, l.m, ctxs)
+	t.ticket, err = l.ring.issue(true, l.m, ctxs, t.layer)
 	if err != nil {
 		return nil, err
 	}
 	return t, nil
+}
+
+// sum keeps the sum of an object of slot i.
+func (l *layerState) sum(i int, object uint16, payload []byte) {
+	l.sums[i*l.objects+l.m.layout.OrdinalInRank(object)] = checksum.Sum(l.slots[i].Seed, l.rank, object, payload)
 }
 
 // layerBatch is the batch of one layer.
@@ -310,6 +369,10 @@ func (t *ringLayerTicket) zero(i int) {
 // the whole: the ring is gone.
 func (t *ringLayerTicket) Wait() error {
 	l := t.layers
+	if t.ticket == nil {
+		l.settle(&t.layerBatch, t.refused, nil)
+		return nil
+	}
 	results, err := l.ring.wait(t.ticket)
 	l.settle(&t.layerBatch, results, err)
 	if !l.store {
@@ -344,17 +407,22 @@ func (t *ringLayerTicket) each(f func(i int)) {
 	for _, object := range t.objects {
 		bytes += int(t.layers.m.ObjectBytes(object))
 	}
-	workers := min(runtime.GOMAXPROCS(0), len(t.active), len(t.active)*bytes/spreadBytes)
+	spread(len(t.active), len(t.active)*bytes, func(k int) { f(int(t.active[k])) })
+}
+
+// spread calls f with the numbers below n, on several cores when so many bytes are worth it.
+func spread(n, bytes int, f func(k int)) {
+	workers := min(runtime.GOMAXPROCS(0), n, bytes/spreadBytes)
 	if workers <= 1 {
-		for _, i := range t.active {
-			f(int(i))
+		for k := range n {
+			f(k)
 		}
 		return
 	}
 	var next atomic.Int64
 	work := func() {
-		for k := next.Add(1) - 1; k < int64(len(t.active)); k = next.Add(1) - 1 {
-			f(int(t.active[k]))
+		for k := next.Add(1) - 1; k < int64(n); k = next.Add(1) - 1 {
+			f(int(k))
 		}
 	}
 	var wg sync.WaitGroup
@@ -380,8 +448,8 @@ func (l *layerState) failSlot(i int, err error) {
 	}
 }
 
-// Finish writes the trailers, once every layer was stored and waited for. Commit may follow when it returns nil: then
-// all slots are whole. Otherwise Failed names those that are not.
+// Finish waits for the writes that were deferred and writes the trailers, once every layer was stored and waited for.
+// Commit may follow when it returns nil: then all slots are whole. Otherwise Failed names those that are not.
 func (l *layerState) Finish() error {
 	if !l.store || l.closed {
 		return fmt.Errorf("%w: nothing is being stored", ErrInvalid)
@@ -390,6 +458,9 @@ func (l *layerState) Finish() error {
 		if !done {
 			return fmt.Errorf("%w: object %d", ErrIncomplete, l.m.layout.RankObjects(l.rank)[ordinal])
 		}
+	}
+	if err := l.drain(); err != nil {
+		return err
 	}
 	object := l.m.layout.TrailerObject(l.rank)
 	err := l.trailers(true, func(i int, b []byte) {
@@ -413,8 +484,9 @@ func (l *layerState) Failed() []error {
 	return append([]error(nil), l.failed...)
 }
 
-// Close gives the trailers' memory back. Tickets must have been waited for.
+// Close waits for the writes that were deferred and gives the trailers' memory back. Tickets must have been waited for.
 func (l *layerState) Close() {
+	_ = l.drain() // Failed has what it comes to; without Finish nothing of it counts
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed, l.sums = true, nil

@@ -56,7 +56,9 @@ type grant struct {
 var everything = grant{ioSize: ioSize{objects: math.MaxUint64, bytes: math.MaxUint64}}
 
 // allows says whether a piece may go.
-func (g *grant) allows(piece ioSize) bool { return piece.objects <= g.objects && piece.bytes <= g.bytes }
+func (g *grant) allows(piece ioSize) bool {
+	return piece.objects <= g.objects && piece.bytes <= g.bytes
+}
 
 // noLayer marks events of batches that are no layer's: trailers, and those of Issue.
 const noLayer = -1

@@ -30,6 +30,12 @@ type RingConfig struct {
 	// ScratchBytes of DMA behind the bounce cells hold trailers on their way, one half those that are read and one those
 	// that are written; 0 means 1 MiB, or an eighth of a smaller DMA memory.
 	ScratchBytes int
+	// StoreBytes of DMA behind the bounce cells are the store buffer, into which StoreLayer evacuates what it stores, to
+	// be written when the drives have time for it; 0: none. The last StoreLanes of Lanes carry those writes and nothing
+	// else, and have no bounce cells; 0 means two, where there are more.
+	StoreBytes  int
+	StoreLanes  int
+	StorePolicy StorePolicy
 	// ChunkCommands bounds the commands of one chunk; 0 means that a batch is spread over all lanes.
 	ChunkCommands int
 	Armed, Wake   *uint32       // as in emu.PollerConfig; nil if nobody sleeps
@@ -43,6 +49,8 @@ type RingConfig struct {
 	// Step, where set, is called by waits instead of yielding: it runs the controller on this thread (single-core
 	// benches and tests).
 	Step func()
+
+	pacer pacer // of deferred writes; nil: readsFirst
 }
 
 const (
@@ -55,7 +63,7 @@ const (
 
 // Ring is the CPU executor. Safe for concurrent use; one lane serves one chunk at a time. It has no thread of its
 // own: whoever issues or waits moves all lanes on, so that the cost of a chunk falls to a thread that has nothing
-// better to do.
+// better to do. With a store buffer a goroutine drives the deferred writes.
 type Ring struct {
 	base
 	lanes []*lane
@@ -64,11 +72,16 @@ type Ring struct {
 
 	mu            sync.Mutex
 	reads, writes ticketList // batches that are not all in chunks yet
+	deferred      ticketList // likewise, of the store buffer's
+	issued        int64      // batches of reads
 	closed        bool
 
-	writing atomic.Int32 // lanes that carry writes; raised with mu held
-	alive   atomic.Int32 // lanes that are not dead
-	broken  atomic.Pointer[error]
+	writing    atomic.Int32 // lanes that carry writes; raised with mu held
+	alive      atomic.Int32 // lanes that are not dead
+	storeAlive atomic.Int32 // likewise of those for deferred writes
+	broken     atomic.Pointer[error]
+	flow       ringFlow
+	driver     storeDriver
 }
 
 // NewRing checks the configuration and lays the DMA memory out: bounce cells, PRP lists, scratch, the user's.
@@ -77,17 +90,23 @@ func NewRing(c RingConfig) (*Ring, error) {
 	if err := r.configure(c); err != nil {
 		return nil, err
 	}
-	cells := r.laneCells()
 	for i, queues := range c.Lanes {
 		l := &lane{ring: r, number: i, laneQueues: laneQueues{queues: make([]laneQueue, len(queues))},
-			cells: c.DMA[i*cells : (i+1)*cells], cellsBase: c.DMABase + uint64(i*cells)}
+			store: i >= r.common()}
+		l.cells, l.cellsBase = r.cells(i)
 		for d := range queues {
 			l.queues[d].attach(&queues[d])
 		}
 		r.lanes = append(r.lanes, l)
 	}
-	r.alive.Store(int32(len(r.lanes)))
+	r.alive.Store(int32(r.common()))
+	r.storeAlive.Store(int32(r.config.StoreLanes))
 	r.spins, r.procs = max(spinLeast, spinLooks/len(r.lanes)), runtime.GOMAXPROCS(0)
+	r.flow.paced = r.store != nil || c.pacer != nil
+	r.pacer.start(r.paceAgain)
+	if r.store != nil {
+		r.driver.start(r)
+	}
 	return r, nil
 }
 
@@ -98,6 +117,10 @@ func (r *Ring) Close() error {
 	r.closed = true
 	r.mu.Unlock()
 	r.failQueued(ErrClosed)
+	if r.store != nil {
+		r.store.fail(ErrClosed)
+		r.driver.end()
+	}
 	var errs []error
 	for _, l := range r.lanes {
 		l.mu.Lock()
@@ -118,12 +141,15 @@ func (r *Ring) Abandon(cause error) {
 }
 
 // Alive counts the lanes that still carry chunks.
-func (r *Ring) Alive() int { return int(r.alive.Load()) }
+func (r *Ring) Alive() int { return int(r.alive.Load() + r.storeAlive.Load()) }
 
 // failAll ends everything with the ring's own error.
 func (r *Ring) failAll() {
 	err := *r.broken.Load()
 	r.failQueued(err)
+	if r.store != nil {
+		r.store.fail(err)
+	}
 	for _, l := range r.lanes {
 		l.mu.Lock()
 		l.drop(err)
@@ -133,13 +159,17 @@ func (r *Ring) failAll() {
 
 // failQueued fails everything that is in no chunk.
 func (r *Ring) failQueued(err error) {
+	for _, list := range [...]*ticketList{&r.reads, &r.writes, &r.deferred} {
+		r.failList(list, err)
+	}
+}
+
+func (r *Ring) failList(list *ticketList, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	for _, list := range [...]*ticketList{&r.reads, &r.writes} {
-		for t := list.head; t != nil; t = list.head {
-			list.remove(t)
-			t.failRest(err)
-		}
+	for t := list.head; t != nil; t = list.head {
+		list.remove(t)
+		t.failRest(err)
 	}
 }
 
@@ -150,8 +180,11 @@ func (r *Ring) Poll() bool {
 		r.failAll()
 		return false
 	}
-	moved := false
-	for _, l := range r.lanes {
+	return r.pollLanes(r.lanes)
+}
+
+func (r *Ring) pollLanes(lanes []*lane) (moved bool) {
+	for _, l := range lanes {
 		if !l.mu.TryLock() {
 			continue // its owner moves it
 		}
@@ -159,7 +192,7 @@ func (r *Ring) Poll() bool {
 			l.finish()
 			moved = true
 		}
-		if !l.busy && !l.dead && r.startable() && l.start() {
+		if !l.busy && !l.dead && r.startable(l) && l.start() {
 			moved = true
 		}
 		l.mu.Unlock()
@@ -171,18 +204,31 @@ func (r *Ring) Poll() bool {
 func (r *Ring) expire(t *ringTicket, over bool) {
 	if over {
 		r.mu.Lock()
-		r.list(t.write).remove(t)
+		r.list(t).remove(t)
 		t.failRest(ErrTimeout)
 		r.mu.Unlock()
 	}
 	now := time.Now()
+	if !over {
+		r.expireLanes(r.lanes, now)
+		return
+	}
 	for _, l := range r.lanes {
-		if over {
-			l.mu.Lock()
-		} else if !l.mu.TryLock() {
+		l.mu.Lock()
+		if l.busy && (l.ticket == t || now.After(l.deadline)) && !l.arrived() {
+			_ = l.fail(ErrTimeout)
+		}
+		l.mu.Unlock()
+	}
+}
+
+// expireLanes fails chunks whose time is over.
+func (r *Ring) expireLanes(lanes []*lane, now time.Time) {
+	for _, l := range lanes {
+		if !l.mu.TryLock() {
 			continue
 		}
-		if l.busy && (over && l.ticket == t || now.After(l.deadline)) && !l.arrived() {
+		if l.busy && now.After(l.deadline) && !l.arrived() {
 			_ = l.fail(ErrTimeout)
 		}
 		l.mu.Unlock()

@@ -6,17 +6,26 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 )
 
 // ringTicket is a batch in flight. (The IOCB.)
 type ringTicket struct {
-	ring  *Ring
-	m     *Map
-	ctxs  []IOCTX
-	write bool
-	chunk int // most commands of a chunk
-	left  atomic.Int64
+	ring     *Ring
+	m        *Map
+	ctxs     []IOCTX
+	write    bool
+	deferred bool  // a write that waits for the pacer
+	place    place // what it has of the store buffer
+	layer    int32 // noLayer
+	chunk    int   // most commands of a chunk
+	left     atomic.Int64
+	undone   atomic.Int64 // goes before left: with its end all is counted
+	nth      int64        // of the reads
+
+	size      ioSize
+	open      ioCounter    // what of it has not arrived
+	since     int64        // when it was deferred
+	awaitedAt atomic.Int64 // 0: nobody waits
 
 	next   int         // first IOCTX in no chunk; Ring.mu, as are the two below
 	after  *ringTicket // in its list
@@ -34,25 +43,30 @@ const chunkLeast = 8
 // Issue queues a batch (any length; it is cut into chunks by lane). Reads land at the descriptors, payload length each
 // object's own. The caller leaves ctxs and the buffers alone until Wait has returned, and calls Wait exactly once.
 func (r *Ring) Issue(write bool, m *Map, ctxs []IOCTX) (Ticket, error) {
-	t, err := r.issue(write, m, ctxs)
+	t, err := r.issue(write, m, ctxs, noLayer)
 	if err != nil {
 		return nil, err
 	}
 	return t, nil
 }
 
-func (r *Ring) issue(write bool, m *Map, ctxs []IOCTX) (*ringTicket, error) {
-	t := &ringTicket{ring: r, m: m, ctxs: ctxs, write: write}
-	if m == nil {
+func (r *Ring) issue(write bool, m *Map, ctxs []IOCTX, layer int32) (*ringTicket, error) {
+	return r.issueTicket(&ringTicket{ring: r, m: m, ctxs: ctxs, write: write, layer: layer})
+}
+
+func (r *Ring) issueTicket(t *ringTicket) (*ringTicket, error) {
+	if t.m == nil {
 		return nil, fmt.Errorf("%w: no extent map", ErrInvalid)
 	}
-	t.memories = r.regions.hold(ctxs)
-	t.left.Store(int64(len(ctxs)))
-	lanes := len(r.lanes)
-	if write {
+	t.memories = r.regions.hold(t.ctxs)
+	lanes := r.common()
+	switch {
+	case t.deferred:
+		lanes = r.config.StoreLanes
+	case t.write:
 		lanes = int(writeLanes(int32(lanes)))
 	}
-	t.chunk = max(chunkLeast, (len(ctxs)+lanes-1)/lanes)
+	t.chunk = max(chunkLeast, (len(t.ctxs)+lanes-1)/lanes)
 	if limit := r.config.ChunkCommands; limit > 0 {
 		t.chunk = min(t.chunk, limit)
 	}
@@ -73,14 +87,39 @@ func (r *Ring) enqueue(t *ringTicket) error {
 	if err := r.broken.Load(); err != nil {
 		return *err
 	}
-	if r.alive.Load() == 0 {
+	if t.deferred && r.storeAlive.Load() == 0 || !t.deferred && r.alive.Load() == 0 {
 		return fmt.Errorf("%w: no lane is left", ErrDead)
 	}
 	if len(t.ctxs) == 0 {
 		return nil
 	}
-	r.list(t.write).add(t)
+	t.left.Store(int64(len(t.ctxs)))
+	t.undone.Store(int64(len(t.ctxs)))
+	r.flow.begins(t)
+	r.list(t).add(t)
 	return nil
+}
+
+// rest is what of a batch is in no chunk.
+func (t *ringTicket) rest() ioSize {
+	n := ioSize{objects: uint64(len(t.ctxs) - t.next)}
+	for i := t.next; i < len(t.ctxs); i++ {
+		if t.ctxs[i].Flags == 0 {
+			n.bytes += uint64(t.m.ObjectBytes(t.ctxs[i].Object))
+		}
+	}
+	return n
+}
+
+// countOff counts IOCTXs that have their outcomes.
+func (t *ringTicket) countOff(n int64) {
+	if n == 0 {
+		return
+	}
+	if t.undone.Add(-n) == 0 {
+		t.ring.flow.ends(t)
+	}
+	t.left.Add(-n)
 }
 
 // Wait blocks until the batch is complete, at most the ring's deadline (and the time of a quiesce); it returns failed
@@ -95,18 +134,22 @@ func (r *Ring) Wait(ticket Ticket) ([]Result, error) {
 }
 
 func (r *Ring) wait(t *ringTicket) ([]Result, error) {
-	begin := time.Time{}
+	begin := int64(0)
+	r.flow.awaits(t)
 	for idle := 0; t.left.Load() > 0; idle++ {
 		if r.Poll() {
 			idle = 0
 			continue
 		}
 		if idle%checkEvery == checkEvery-1 || idle > r.spins {
-			now := time.Now()
-			if begin.IsZero() {
+			now := clock()
+			if begin == 0 {
 				begin = now
 			}
-			r.expire(t, now.Sub(begin) > r.config.Deadline)
+			if t.deferred { // others go before it: what counts is that any does
+				begin = max(t.awaitedAt.Load(), r.flow.progress.Load())
+			}
+			r.expire(t, now-begin > int64(r.config.Deadline))
 		}
 		r.rest(idle)
 	}
@@ -142,8 +185,12 @@ func (t *ringTicket) failRest(err error) {
 	for ; t.next < len(t.ctxs); t.next++ {
 		t.fail(t.next, err)
 	}
-	t.left.Add(-int64(n))
+	t.countOff(int64(n))
 }
+
+// awaited and outcome are a deferred write's, for Finish.
+func (t *ringTicket) awaited()                   { t.ring.flow.awaits(t) }
+func (t *ringTicket) outcome() ([]Result, error) { return t.ring.wait(t) }
 
 // payload is an IOCTX's memory. Its descriptor was checked when its command was built.
 func (t *ringTicket) payload(index uint32) []byte {

@@ -66,6 +66,8 @@ type Shape struct {
 	LBABytes                    int
 	SGL, InOrder, Peer          bool
 	DMABytes, BounceBytes       int
+	StoreBytes                  int // of a subject with a store buffer, 4 MiB
+	StorePolicy                 gio.StorePolicy
 	ChunkCommands               int
 	Deadline                    time.Duration
 	Geometry                    stripe.Geometry
@@ -96,6 +98,23 @@ func (s Shape) withDefaults() Shape {
 	if len(s.Geometry.Objects) == 0 {
 		s.Geometry = Uneven(3, 1)
 	}
+	return s
+}
+
+// storeLanes are what a subject's store buffer has.
+const storeLanes = 2
+
+// withStore makes room for a store buffer and its lanes.
+func (s Shape) withStore(subject *Subject) Shape {
+	if !subject.Store {
+		s.StoreBytes = 0
+		return s
+	}
+	if s.StoreBytes == 0 {
+		s.StoreBytes = 4 << 20
+	}
+	s.Lanes += storeLanes
+	s.DMABytes += s.StoreBytes
 	return s
 }
 
@@ -176,7 +195,7 @@ func (r *Rig) device() Device { return r.subject.Device(r.Ring) }
 // NewRig builds drives, controllers, map and executor; everything is taken down with the test.
 func NewRig(t testing.TB, subject *Subject, shape Shape) *Rig {
 	t.Helper()
-	r := &Rig{Shape: shape.withDefaults(), t: t, subject: subject, random: shape.Random, stop: make(chan struct{})}
+	r := &Rig{Shape: shape.withDefaults().withStore(subject), t: t, subject: subject, random: shape.Random, stop: make(chan struct{})}
 	if r.random == nil {
 		r.random = subject.source(t, 0)
 	}
@@ -185,7 +204,7 @@ func NewRig(t testing.TB, subject *Subject, shape Shape) *Rig {
 	c := gio.RingConfig{
 		DMA: r.dma, DMABase: dmaBase, BounceBytes: r.Shape.BounceBytes, SGL: r.Shape.SGL,
 		ChunkCommands: r.Shape.ChunkCommands, Deadline: r.Shape.Deadline, Armed: &r.armed, Wake: &r.wake,
-		Quiesce: r.quiesce, Reattach: r.reattach,
+		Quiesce: r.quiesce, Reattach: r.reattach, StoreBytes: r.Shape.StoreBytes, StorePolicy: r.Shape.StorePolicy,
 	}
 	for l := range r.Shape.Lanes {
 		c.Lanes = append(c.Lanes, r.laneQueues(l))

@@ -16,6 +16,8 @@ type Subject struct {
 	New func(c gio.RingConfig, peer bool) (gio.Executor, error)
 	// Steps says that waits call RingConfig.Step, and that objects cost no allocation of this process: a CPU executor.
 	Steps bool
+	// Store gives executors a store buffer, and two lanes for it beside the shape's.
+	Store bool
 	// Device is the memory of an executor's device; nil if it has none.
 	Device func(e gio.Executor) Device
 	// Reach gives the host's view of device memory, where there is one: virtual controllers can be peers then.
