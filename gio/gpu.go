@@ -78,7 +78,6 @@ type GPU struct {
 	staging staging
 	in, out mover
 	procs   int // naps of so many threads may keep their processors: half of GOMAXPROCS, for controllers nap too
-	start   time.Time
 
 	control worker
 	pins    pins
@@ -96,6 +95,7 @@ type GPU struct {
 	incoming []*gpuTicket  // not seen by the I/O thread yet
 	requests []func()      // for the I/O thread
 	live     []*gpuTicket  // issued and not concluded
+	reads    int64         // batches of reads so far
 	closed   bool          // nothing is issued or registered any more
 	down     chan struct{} // closed when Close is done
 	closeErr error
@@ -109,7 +109,10 @@ type GPU struct {
 	ended   chan struct{} // closed when it has ended
 	stuck   chan struct{} // closed when it, or a call of the control thread, hangs
 	alive   atomic.Int32
-	busy    atomic.Int32 // batches that were issued and have not ended
+	stores  atomic.Int32 // lanes for deferred writes that are alive
+	busy    atomic.Int32 // batches that were issued and have not ended, deferred writes not counted
+	awaits  atomic.Int64 // number of the newest batch of reads that somebody waits for
+	paced   bool         // there is a store buffer, or a pacer that counts
 	broken  atomic.Pointer[error]
 
 	thread ioThread // state of the I/O thread alone
@@ -125,6 +128,8 @@ func (c *GPUConfig) validate() error {
 			ErrInvalid, c.StagingBytes, c.MoveBytes, c.Moves, MovesMax, c.HarvestBytes, c.HarvestBlocks, c.PollSMs)
 	case c.MoveBytes > math.MaxUint32:
 		return fmt.Errorf("%w: pieces of %d bytes, less than 4 GiB are possible", ErrInvalid, c.MoveBytes)
+	case c.Polling && c.StoreBytes > 0:
+		return fmt.Errorf("%w: the polling executor has no store buffer", ErrInvalid)
 	case c.StagingBytes > 0 && c.StagingBytes < 2*pageBytes:
 		return fmt.Errorf("%w: staging of %d bytes, two pages are the least", ErrInvalid, c.StagingBytes)
 	}
@@ -144,7 +149,7 @@ func NewGPU(c GPUConfig) (*GPU, error) {
 		return nil, err
 	}
 	g := &GPU{
-		gpu: c, start: time.Now(), procs: runtime.GOMAXPROCS(0) / 2, bell: make(chan struct{}, 1),
+		gpu: c, procs: runtime.GOMAXPROCS(0) / 2, bell: make(chan struct{}, 1),
 		ended: make(chan struct{}), stuck: make(chan struct{}), down: make(chan struct{}),
 	}
 	if err := g.configure(c.RingConfig); err != nil {
@@ -166,7 +171,10 @@ func NewGPU(c GPUConfig) (*GPU, error) {
 		g.takeDown()
 		return nil, err
 	}
-	g.alive.Store(int32(len(g.lanes)))
+	g.alive.Store(int32(g.common()))
+	g.stores.Store(int32(g.config.StoreLanes))
+	g.paced = !c.Polling && (g.store != nil || c.pacer != nil)
+	g.pacer.start(g.ring)
 	g.beat.Store(g.now())
 	go g.run()
 	go g.watch()
@@ -189,22 +197,26 @@ func (g *GPU) setUp() error {
 	}
 	g.in.setUp(g, g.device.copyIn, true)
 	g.out.setUp(g, g.device.copyOut, false)
-	for i := range g.scratch {
-		if err := g.publish(g.scratch[i].memory); err != nil {
+	own := []*Memory{g.scratch[0].memory, g.scratch[1].memory}
+	if g.store != nil {
+		own = append(own, g.store.memory)
+	}
+	for _, m := range own {
+		if err := g.publish(m); err != nil {
 			return err
 		}
 	}
 	return g.thread.setUp(g)
 }
 
-// now is nanoseconds since the start.
-func (g *GPU) now() int64 { return int64(time.Since(g.start)) }
+// now is the time of the I/O thread: see clock.
+func (g *GPU) now() int64 { return clock() }
 
 // kernelBound is how long anything on the GPU or in the driver may take, nanoseconds.
 func (g *GPU) kernelBound() int64 { return int64(g.config.Deadline + g.gpu.grace) }
 
 // Alive counts the lanes that still carry chunks.
-func (g *GPU) Alive() int { return int(g.alive.Load()) }
+func (g *GPU) Alive() int { return int(g.alive.Load() + g.stores.Load()) }
 
 // Abandon ends every wait with an error that is ErrDead, without quiescing: the controllers' owner is gone. Copies
 // from and to the DMA memory that are under way end before their batch does; none is started any more. The DMA memory
@@ -216,7 +228,15 @@ func (g *GPU) Abandon(cause error) {
 // breakWith makes an error the ring's own, once.
 func (g *GPU) breakWith(err error) {
 	g.broken.CompareAndSwap(nil, &err)
+	g.failStore()
 	g.ring()
+}
+
+// failStore gives out nothing of the store buffer any more: controllers may still read what is in it.
+func (g *GPU) failStore() {
+	if g.store != nil {
+		g.store.fail(*g.broken.Load())
+	}
 }
 
 // ring wakes the I/O thread.

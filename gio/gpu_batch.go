@@ -28,12 +28,17 @@ type gpuTicket struct {
 	n        int
 	write    bool
 	zeroing  bool // no commands: all targets are zeroed
-	bounced  bool // polling only: through the lanes' cells
-	inPlace  bool // a write of which controllers read the source itself: that is theirs until the end
+	deferred bool // a write that waits for the pacer: of the store buffer, or trailers
+	layer    int32
+	writes   *gpuTicket // of an evacuation, which has no commands: what writes its bytes from the store buffer
+	bounced  bool       // polling only: through the lanes' cells
+	inPlace  bool       // a write of which controllers read the source itself: that is theirs until the end
 	memory   batchMemory
 	cells    cuda.KernelCells
 	sums     cuda.SumsParams
 	chunks   []gpuChunk
+	nth      int64 // of the reads
+	size     ioSize
 	after    *cuda.Event  // nothing is touched before it
 	began    bool         // I/O thread: it has come, or there is none
 	stream   *cuda.Stream // of all its harvests or gathers
@@ -52,7 +57,9 @@ type gpuTicket struct {
 	released bool
 
 	// I/O thread.
-	next     int         // first chunk that was not built yet
+	next     int         // first chunk that was not built yet; of an evacuation, that was not begun
+	ready    int         // the first that may not be built yet
+	limit    int         // the first that never will be, since its bytes never came to the store buffer
 	again    []*gpuChunk // built in vain: their lane was quiesced, or rewound
 	listed   int         // chunks in memory.moved
 	plain    int         // chunks that need no harvest or gather
@@ -83,7 +90,17 @@ type gpuChunk struct {
 	gathered gatherState
 	failed   bool // at least in part
 	late     bool // failed while it was gathered: over when that is
+
+	lane   *gpuLane // whose cells its bytes are moved from or to; nil: the place in the store buffer
+	place  place    // of an evacuation, and then of its write
+	pieces int      // copies under way
+	since  int64    // when it was deferred
+	rung   int64    // when it was given to the drives
+	open   bool     // it is counted as to be done
 }
+
+// size is what pacers count.
+func (c *gpuChunk) size() ioSize { return ioSize{objects: uint64(c.count), bytes: c.payload} }
 
 const noSlot = -1
 
@@ -127,8 +144,22 @@ func (b *batchMemory) carve(c *carver, s *batchSizes) {
 	b.ordinals, b.ordinalsGPU = carve[uint16](c, s.ordinals)
 }
 
+// take takes it from the pool.
+func (b *batchMemory) take(g *GPU, s *batchSizes) (err error) {
+	measure := carver{}
+	b.carve(&measure, s)
+	if b.pinned, err = g.pool.get(g, measure.at); err != nil {
+		return err
+	}
+	b.carve(&carver{host: b.pinned.memory.Bytes, gpu: uint64(b.pinned.memory.GPU)}, s)
+	return nil
+}
+
 // batchOptions are what only some batches have.
 type batchOptions struct {
+	layer    int32 // noLayer
+	evacuate bool  // to the store buffer
+	deferred bool
 	after    *cuda.Event
 	quiet    bool // nobody waits on it by a stream
 	zeroing  bool
@@ -140,7 +171,7 @@ type batchOptions struct {
 // Issue queues a batch of any length; the Ticket is a GPUTicket. ctxs is the caller's again at once, the buffers are
 // when Wait, which is called exactly once, has returned.
 func (g *GPU) Issue(write bool, m *Map, ctxs []IOCTX) (Ticket, error) {
-	t, err := g.issue(write, m, ctxs, batchOptions{})
+	t, err := g.issue(write, m, ctxs, batchOptions{layer: noLayer})
 	if err != nil {
 		return nil, err
 	}
@@ -151,7 +182,7 @@ func (g *GPU) Issue(write bool, m *Map, ctxs []IOCTX) (Ticket, error) {
 // target's last reader, or the compute that produced the source. The event was recorded before and stays alive until
 // Wait.
 func (g *GPU) IssueAfter(write bool, m *Map, ctxs []IOCTX, after *cuda.Event) (GPUTicket, error) {
-	t, err := g.issue(write, m, ctxs, batchOptions{after: after})
+	t, err := g.issue(write, m, ctxs, batchOptions{layer: noLayer, after: after})
 	if err != nil {
 		return nil, err
 	}
@@ -174,20 +205,35 @@ func (g *GPU) issueHeld(write bool, m *Map, ctxs []IOCTX, o batchOptions) (*gpuT
 	if err := g.usable(); err != nil && !o.zeroing {
 		return nil, err
 	}
-	t := &gpuTicket{
-		g: g, m: m, n: len(ctxs), write: write, zeroing: o.zeroing, after: o.after,
-		enqueued: make(chan struct{}), done: make(chan struct{}),
-	}
+	t := g.newTicket(m, len(ctxs), write, &o)
 	t.memories = g.regions.hold(ctxs)
 	if err := t.prepare(ctxs, &o); err != nil {
-		t.release()
+		t.abandon()
 		return nil, err
 	}
 	if err := g.enqueue(t); err != nil {
-		t.release()
+		t.abandon()
 		return nil, err
 	}
 	return t, nil
+}
+
+func (g *GPU) newTicket(m *Map, n int, write bool, o *batchOptions) *gpuTicket {
+	return &gpuTicket{
+		g: g, m: m, n: n, write: write, zeroing: o.zeroing, deferred: o.deferred, layer: o.layer, after: o.after,
+		enqueued: make(chan struct{}), done: make(chan struct{}),
+	}
+}
+
+// abandon gives back what a batch has that was never enqueued.
+func (t *gpuTicket) abandon() {
+	if w := t.writes; w != nil {
+		for i := range t.chunks {
+			t.g.store.free(t.chunks[i].place)
+		}
+		w.release()
+	}
+	t.release()
 }
 
 func (g *GPU) usable() error {
@@ -226,6 +272,10 @@ func (g *GPU) enqueue(t *gpuTicket) error {
 		g.mu.Unlock()
 		return err
 	}
+	if (t.deferred || t.writes != nil) && g.stores.Load() == 0 {
+		g.mu.Unlock()
+		return fmt.Errorf("%w: %w for what is stored", ErrDead, errNoLane)
+	}
 	if t.n == 0 {
 		g.mu.Unlock()
 		t.ended.Store(true)
@@ -233,9 +283,19 @@ func (g *GPU) enqueue(t *gpuTicket) error {
 		close(t.done)
 		return nil
 	}
+	if t.writes != nil { // it is there before what might fail it
+		g.incoming = append(g.incoming, t.writes)
+		g.live = append(g.live, t.writes)
+	}
 	g.incoming = append(g.incoming, t)
 	g.live = append(g.live, t)
-	g.busy.Add(1)
+	if !t.deferred {
+		g.busy.Add(1)
+	}
+	if !t.write {
+		g.reads++
+		t.nth = g.reads
+	}
 	g.mu.Unlock()
 	g.ring()
 	return nil
@@ -256,11 +316,19 @@ func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
 		}
 	}
 	p := planner{t: t, ctxs: ctxs}
-	if g.gpu.Polling {
+	switch {
+	case g.gpu.Polling:
 		p.planWhole()
-	} else {
+	case o.evacuate:
+		p.planEvacuation()
+	default:
 		p.plan()
 		t.inPlace = t.write && slices.ContainsFunc(t.chunks, func(c gpuChunk) bool { return c.direct })
+	}
+	t.ready, t.limit = len(t.chunks), len(t.chunks)
+	for i := range t.chunks {
+		t.size.objects += uint64(t.chunks[i].count)
+		t.size.bytes += t.chunks[i].payload
 	}
 	sizes := batchSizes{
 		ctxs: t.n, chunks: len(t.chunks), drives: len(g.config.Lanes[0]), group: len(p.offsets),
@@ -270,12 +338,9 @@ func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
 		sizes.statuses = t.n
 	}
 	b := &t.memory
-	measure := carver{}
-	b.carve(&measure, &sizes)
-	if b.pinned, err = g.pool.get(g, measure.at); err != nil {
+	if err := b.take(g, &sizes); err != nil {
 		return err
 	}
-	b.carve(&carver{host: b.pinned.memory.Bytes, gpu: uint64(b.pinned.memory.GPU)}, &sizes)
 	copy(b.ctxs, ctxs)
 	copy(b.offsets, p.offsets)
 	copy(b.active, o.active)
@@ -292,6 +357,9 @@ func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
 		t.sums = *o.sums
 		t.sums.Active, t.sums.Ordinals, t.sums.PerSlot = b.activeGPU, b.ordinalsGPU, uint32(len(o.ordinals))
 	}
+	if o.evacuate {
+		return t.prepareWrites(&p)
+	}
 	return nil
 }
 
@@ -304,6 +372,7 @@ type planner struct {
 	offsets []uint32 // of the cells of a group
 	stride  uint32
 	limit   int // commands of a chunk
+	most    int // bytes of its cells, 0: nothing is bounced
 	ramp    int // so many chunks are shorter than the others, each by as much as the next one
 }
 
@@ -312,8 +381,12 @@ const groupMax = 1024
 
 func (p *planner) plan() {
 	g := p.t.g
-	lanes := len(g.lanes)
-	if p.t.write {
+	p.most = g.staging.bytes
+	lanes := g.common()
+	switch {
+	case p.t.deferred:
+		lanes = g.config.StoreLanes
+	case p.t.write:
 		lanes = int(writeLanes(int32(lanes)))
 	}
 	p.limit = max(chunkLeast, (p.t.n+lanes-1)/lanes)
@@ -354,7 +427,7 @@ func (p *planner) cellOf(object uint16) uint32 {
 		return 0
 	}
 	n := uint32(p.t.m.objects[object].units) * pageBytes
-	if int(n) > p.t.g.staging.bytes {
+	if int(n) > p.most {
 		return 0
 	}
 	return n
@@ -381,7 +454,7 @@ func (p *planner) period() int {
 			room += int(p.cellOf(p.ctxs[i].Object))
 		}
 	}
-	if room > p.t.g.staging.bytes {
+	if room > p.most {
 		return 1
 	}
 	return n
@@ -408,7 +481,7 @@ func (p *planner) cut(first, end int, direct bool) {
 	group := len(p.offsets)
 	n := max(group, p.limit/group*group)
 	if !direct && p.stride > 0 {
-		n = max(group, min(n, p.t.g.staging.bytes/int(p.stride)*group))
+		n = max(group, min(n, p.most/int(p.stride)*group))
 	}
 	if (end-first)/n < 2*p.ramp {
 		p.ramp = 0
@@ -542,7 +615,25 @@ func (g *GPU) Wait(ticket Ticket) ([]Result, error) {
 }
 
 // awaited tells that somebody waits, which is when a batch begins to be given up for want of progress.
-func (t *gpuTicket) awaited() { t.waiting.CompareAndSwap(0, max(1, t.g.now())) }
+func (t *gpuTicket) awaited() {
+	g := t.g
+	now := g.now()
+	if !t.waiting.CompareAndSwap(0, max(1, now)) || t.write || !t.counted() || t.ended.Load() {
+		return
+	}
+	for last := g.awaits.Load(); last < t.nth && !g.awaits.CompareAndSwap(last, t.nth); {
+		last = g.awaits.Load()
+	}
+	g.pacer.note(ioEvent{kind: readAwaited, layer: t.layer, ioSize: t.size, at: now})
+}
+
+// counted says whether pacers hear of a batch.
+func (t *gpuTicket) counted() bool {
+	return t.g.paced && !t.zeroing && (!t.write || t.deferred) && t.n > 0
+}
+
+// outcome is wait for a deferred write.
+func (t *gpuTicket) outcome() ([]Result, error) { return t.g.wait(t) }
 
 func (g *GPU) wait(t *gpuTicket) ([]Result, error) {
 	t.awaited()
@@ -617,6 +708,9 @@ func (t *gpuTicket) refusal(i int, outcome uint8) error {
 	case cuda.OutcomeChecksum:
 		t.g.stats.checksums.Add(1)
 		return fmt.Errorf("%w: slot %d object %d", ErrChecksum, ctx.Slot, ctx.Object)
+	}
+	if piece := t.g.pieceBytes(); t.writes != nil && int(payload) > piece {
+		return fmt.Errorf("%w: an object of %d bytes, a piece of the store buffer has %d", ErrMemory, payload, piece)
 	}
 	if cells := t.g.staging.bytes; cells > 0 && int(payload) > cells {
 		return fmt.Errorf("%w: %d bytes must be bounced, a lane has %d bytes of cells", ErrMemory, payload, cells)

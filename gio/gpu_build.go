@@ -94,6 +94,15 @@ func (th *ioThread) build(now int64) (moved bool, err error) {
 	if len(*queue) == 0 {
 		queue = &th.writes
 	}
+	moved, err = th.buildQueue(queue, now)
+	if err != nil {
+		return moved, err
+	}
+	some, err := th.buildQueue(&th.deferred, now)
+	return moved || some, err
+}
+
+func (th *ioThread) buildQueue(queue *[]*gpuTicket, now int64) (moved bool, err error) {
 	for i := 0; i < len(*queue) && !th.g.gpu.Polling; {
 		t := (*queue)[i]
 		launched, err := th.buildSome(t, now)
@@ -101,7 +110,7 @@ func (th *ioThread) build(now int64) (moved bool, err error) {
 			return moved, err
 		}
 		moved = moved || launched
-		if t.next < len(t.chunks) || len(t.again) > 0 {
+		if t.next < t.ready || len(t.again) > 0 {
 			if launched {
 				continue
 			}
@@ -115,9 +124,9 @@ func (th *ioThread) build(now int64) (moved bool, err error) {
 // writeAhead is how many chunks of writes a lane has built: lanes are to be free for reads soon.
 const writeAhead = 3
 
-// takes says whether a lane may have chunks of a direction built now.
-func (th *ioThread) takes(l *gpuLane, write bool) bool {
-	if l.state >= laneQuiescing || l.building || l.rewinds {
+// takes says whether a lane may have chunks of a batch built now.
+func (th *ioThread) takes(l *gpuLane, t *gpuTicket) bool {
+	if l.state >= laneQuiescing || l.building || l.rewinds || l.store != t.deferred {
 		return false
 	}
 	if th.g.gpu.BuildPerChunk && (l.active != nil || len(l.ahead) > 0) {
@@ -125,15 +134,15 @@ func (th *ioThread) takes(l *gpuLane, write bool) bool {
 	}
 	direction, none := l.direction()
 	if !none {
-		return direction == write && (!write || len(l.ahead) < writeAhead)
+		return direction == t.write && (!t.write || len(l.ahead) < writeAhead)
 	}
-	return !write || th.carrying < int(writeLanes(th.g.alive.Load()))
+	return !t.write || t.deferred || th.carrying < int(writeLanes(th.g.alive.Load()))
 }
 
 // writing counts the lanes that carry writes.
 func (th *ioThread) writing() (n int) {
 	for _, l := range th.g.lanes {
-		if write, none := l.direction(); write && !none {
+		if write, none := l.direction(); write && !none && !l.store {
 			n++
 		}
 	}
@@ -167,7 +176,7 @@ func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
 		th.carrying = th.writing()
 	}
 	for i, l := range th.g.lanes {
-		th.open[i] = th.takes(l, t.write)
+		th.open[i] = th.takes(l, t)
 		hungry = hungry || th.open[i] && (t.write && len(l.ahead) <= 1 || !t.write && l.hungry())
 	}
 	if !hungry || th.flying == launchesMax {
@@ -178,7 +187,7 @@ func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
 		from, again = t.again[0].index, true
 	}
 	to := from
-	for to < len(t.chunks) && (!again || to == from) && th.assign(&t.chunks[to]) {
+	for to < t.limit && (again || to < t.ready) && (!again || to == from) && th.assign(&t.chunks[to]) {
 		to++
 		if th.g.gpu.BuildPerChunk {
 			break
@@ -206,7 +215,7 @@ func (th *ioThread) assign(c *gpuChunk) bool {
 		}
 		if write, none := l.direction(); c.t.write && !none && write && len(l.ahead) >= writeAhead {
 			continue
-		} else if none && c.t.write {
+		} else if none && c.t.write && !l.store {
 			if th.carrying >= int(writeLanes(th.g.alive.Load())) {
 				continue
 			}
@@ -216,7 +225,10 @@ func (th *ioThread) assign(c *gpuChunk) bool {
 		l.unbuilt += c.count
 		k := &c.t.memory.chunks[c.index]
 		*k = cuda.KernelChunk{First: c.first, Count: c.count, Lane: uint32(l.number)}
-		if !c.direct {
+		switch {
+		case c.place.count > 0:
+			k.Cells = th.g.store.address(c.place)
+		case !c.direct:
 			k.Cells = l.cellsBase
 		}
 		if th.g.gpu.BuildPerChunk {
@@ -256,6 +268,9 @@ func (th *ioThread) launchBuild(t *gpuTicket, from, to int, now int64) error {
 		PRPBase: g.prp.base, PRPDMA: g.prp.dma,
 		ChunkCount: uint32(to - from), Lanes: uint32(len(g.lanes)), Drives: uint32(drives),
 		CellBytes: uint32(g.staging.bytes),
+	}
+	if t.deferred && g.store != nil {
+		p.CellBytes = uint32(g.store.piece)
 	}
 	if t.write {
 		p.Write = 1

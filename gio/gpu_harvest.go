@@ -12,6 +12,7 @@ func (g *GPU) arrivedChunk(c *gpuChunk) {
 	t, th := c.t, &g.thread
 	if t.write {
 		g.giveSlot(c)
+		g.givePlace(c)
 		th.settle(t, 1)
 		return
 	}
@@ -32,6 +33,7 @@ func (g *GPU) failChunk(c *gpuChunk, err error) {
 		t.fail(i, err)
 	}
 	c.failed = true
+	th.arrived(c, g.now())
 	switch {
 	case t.untouched():
 		t.plain++
@@ -49,6 +51,7 @@ func (g *GPU) failChunk(c *gpuChunk, err error) {
 			th.tell(t)
 		}
 		g.giveSlot(c)
+		g.givePlace(c)
 		th.settle(t, 1)
 	}
 }
@@ -129,6 +132,9 @@ func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
 	t.moving = true
 	x := th.claim(kind, t, t.launched, t.listed, now)
 	x.target = uint32(g.gpu.HarvestBlocks)
+	if n := g.pacer.harvestBlocks(now); n > 0 {
+		x.target = uint32(min(n, g.gpu.HarvestBlocks))
+	}
 	p := &th.harvestParams
 	*p = cuda.HarvestParams{
 		Tables: t.tables.tables, Cells: t.cells, Sums: t.sums, IOCTXs: t.memory.ctxsGPU,
@@ -187,6 +193,10 @@ func (th *ioThread) gathered(t *gpuTicket, from, to int) {
 	for i := from; i < to; i++ {
 		c := &t.chunks[t.chunks[i].nth]
 		c.gathered = gatherDone
+		if t.writes != nil {
+			th.moveOut(c)
+			continue
+		}
 		if c.late {
 			th.g.giveSlot(c)
 			th.settle(t, 1)
@@ -205,8 +215,21 @@ func (th *ioThread) tell(t *gpuTicket) {
 			return
 		}
 	}
-	if t.told.CompareAndSwap(false, true) {
-		close(t.enqueued)
+	t.tell()
+}
+
+// tell ends the waits for what is to be enqueued, once.
+func (t *gpuTicket) tell() {
+	if !t.told.CompareAndSwap(false, true) {
+		return
+	}
+	close(t.enqueued)
+	if t.counted() && !t.write {
+		e := ioEvent{kind: readEnded, layer: t.layer, ioSize: t.size, at: t.g.now()}
+		if since := t.waiting.Load(); since != 0 {
+			e.took = e.at - since
+		}
+		t.g.pacer.note(e)
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 type gpuLane struct {
 	g         *GPU
 	number    int
+	store     bool   // it carries deferred writes and nothing else
 	cells     []byte // the lane's bounce cells
 	cellsBase uint64
 	laneQueues
@@ -30,7 +31,6 @@ type gpuLane struct {
 	building bool
 	rewinds  bool  // what is ahead is to be built again
 	polled   bool  // a polling kernel has the queues
-	pieces   int   // copies under way
 	cause    error // why it was quiesced
 	cursor   []uint32
 	helper   atomic.Pointer[helped]
@@ -81,7 +81,6 @@ func (g *GPU) pinQueues(queues []Queue) error {
 }
 
 func (g *GPU) makeLanes() error {
-	cells := g.laneCells()
 	drives := len(g.config.Lanes[0])
 	g.depth = nvme.QueueEntriesMax
 	for _, queues := range g.config.Lanes {
@@ -92,10 +91,10 @@ func (g *GPU) makeLanes() error {
 	for i, queues := range g.config.Lanes {
 		l := &gpuLane{
 			g: g, number: i, laneQueues: laneQueues{queues: make([]laneQueue, drives)},
-			cells:     g.config.DMA[i*cells : (i+1)*cells],
-			cellsBase: g.config.DMABase + uint64(i*cells),
+			store:     i >= g.common(),
 			addresses: make([]queueAddress, drives), built: make([]uint32, drives), cursor: make([]uint32, drives),
 		}
+		l.cells, l.cellsBase = g.cells(i)
 		if err := l.attach(queues); err != nil {
 			return err
 		}
@@ -156,7 +155,7 @@ func (l *gpuLane) poll(now int64) (moved bool) {
 	case laneQuiescing, laneReattaching:
 		return l.help() || moved
 	}
-	if l.state == laneIdle && !l.rewinds && l.startable() {
+	if l.state == laneIdle && !l.rewinds && l.startable() && l.g.thread.permits(l, now) {
 		l.begin(now)
 		moved = true
 	}
@@ -176,7 +175,7 @@ func (l *gpuLane) startable() bool {
 func (l *gpuLane) begin(now int64) {
 	c := l.ahead[0]
 	l.ahead = append(l.ahead[:0], l.ahead[1:]...)
-	l.active = c
+	l.active, c.lane = c, l
 	for d := range l.queues {
 		q := &l.queues[d]
 		q.count = c.t.memory.counts[c.index*len(l.queues)+d]
@@ -188,7 +187,7 @@ func (l *gpuLane) begin(now int64) {
 	}
 	if c.t.write && c.bytes > 0 {
 		l.state = laneLoading
-		l.g.out.add(l)
+		l.g.out.add(c)
 		return
 	}
 	l.hand(now)
@@ -210,6 +209,7 @@ func (l *gpuLane) hand(now int64) {
 			l.pending++
 		}
 	}
+	g.thread.issued(c, now)
 	g.arm()
 	l.advanceTails()
 	g.thread.rang = true
@@ -251,9 +251,10 @@ func (l *gpuLane) finish(now int64) {
 	}
 	l.g.disarm()
 	c.t.progress = now
+	l.g.thread.arrived(c, now)
 	if !c.t.write && c.bytes > 0 {
 		l.state = laneMoving
-		l.g.in.add(l)
+		l.g.in.add(c)
 		return
 	}
 	l.over()
@@ -288,6 +289,7 @@ func (l *gpuLane) report() {
 // over ends a chunk of which nothing is left to move, and frees the lane.
 func (l *gpuLane) over() {
 	c := l.active
+	l.g.thread.arrived(c, l.g.now())
 	l.active, l.state = nil, laneIdle
 	l.g.arrivedChunk(c)
 }
@@ -410,8 +412,12 @@ func (l *gpuLane) reattached(h *helped) {
 // die takes the lane out of service. It has no chunks.
 func (l *gpuLane) die(err error) {
 	l.state = laneDead
-	if l.g.alive.Add(-1) == 0 {
-		l.g.thread.failQueued(fmt.Errorf("%w: %w: %w", ErrDead, errNoLane, err))
+	err = fmt.Errorf("%w: %w: %w", ErrDead, errNoLane, err)
+	switch {
+	case l.store && l.g.stores.Add(-1) == 0:
+		l.g.thread.failStores(err)
+	case !l.store && l.g.alive.Add(-1) == 0:
+		l.g.thread.failQueued(err)
 	}
 }
 
@@ -419,9 +425,11 @@ func (l *gpuLane) die(err error) {
 // their memory.
 func (l *gpuLane) drop() (moved bool) {
 	g := l.g
-	g.in.cancel(l)
-	g.out.cancel(l)
-	if l.building || l.pieces > 0 {
+	if l.active != nil {
+		g.in.cancel(l.active)
+		g.out.cancel(l.active)
+	}
+	if l.building || l.active != nil && l.active.pieces > 0 {
 		return false
 	}
 	err := *g.broken.Load()

@@ -71,9 +71,11 @@ func (g *GPU) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*gpuLa
 	return l, l.init(m, rank, slots, l.pin)
 }
 
-// runBatch moves a batch of trailers. What Close gives back is held.
+// runBatch moves a batch of trailers; see Ring.run. What Close gives back is held.
 func (g *GPU) runBatch(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
-	t, err := g.issueHeld(write, m, ctxs, batchOptions{quiet: true})
+	t, err := g.issueHeld(write, m, ctxs, batchOptions{
+		layer: noLayer, quiet: true, deferred: write && g.store != nil,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -144,7 +146,8 @@ func (l *gpuLayers) RetrieveLayer(layer uint16, dst []uint64) (LayerTicket, erro
 	return t, nil
 }
 
-// StoreLayer writes the layer's objects of all slots and keeps their sums.
+// StoreLayer writes the layer's objects of all slots and keeps their sums. With a store buffer Wait and WaitOn are for
+// their evacuation; what becomes of their writes is told by Finish.
 func (l *gpuLayers) StoreLayer(layer uint16, src []uint64) (LayerTicket, error) {
 	t, err := l.begin(layer, src, nil, true)
 	if err != nil {
@@ -186,13 +189,16 @@ func (l *gpuLayers) begin(layer uint16, desc []uint64, after *cuda.Event, store 
 		ordinals[j] = uint16(l.m.layout.OrdinalInRank(object))
 	}
 	t.ticket, err = l.g.issue(store, l.m, ctxs, batchOptions{
-		after: after, sums: &l.params, active: t.active, ordinals: ordinals,
+		layer: int32(layer), evacuate: store && l.g.store != nil, after: after, sums: &l.params, active: t.active, ordinals: ordinals,
 	})
 	if err != nil {
 		if t.zeros != nil {
 			_, _ = l.g.wait(t.zeros)
 		}
 		return nil, err
+	}
+	if w := t.ticket.writes; w != nil {
+		l.defers(&t.layerBatch, 0, w)
 	}
 	return t, nil
 }
@@ -203,7 +209,7 @@ func (l *gpuLayers) zero(b *layerBatch, slots []uint32, after *cuda.Event) (*gpu
 	for _, i := range slots {
 		ctxs = b.append(ctxs, &l.layerState, i)
 	}
-	return l.g.issue(false, l.m, ctxs, batchOptions{after: after, zeroing: true})
+	return l.g.issue(false, l.m, ctxs, batchOptions{layer: noLayer, after: after, zeroing: true})
 }
 
 // WaitOn makes a stream wait for the layer; see GPUTicket.

@@ -14,7 +14,8 @@ import (
 type staging struct {
 	memory cuda.Pointer
 	size   uint64
-	bytes  int // of a slot, and the most bytes of cells of a chunk; 0: nothing is bounced
+	bytes  int // the most bytes of cells of a chunk; 0: nothing is bounced
+	slot   int // bytes of a slot: so many, or a piece of the store buffer's where that is more
 	free   []int32
 	slots  int
 	writes int // slots that writes hold
@@ -25,16 +26,21 @@ const cellsMost = 1 << 31
 
 func (s *staging) setUp(g *GPU) (err error) {
 	cells := g.laneCells()
-	if cells == 0 {
-		return nil
-	}
 	if g.gpu.Polling { // kernels copy from cells themselves; a lane's are divided among its drives
 		s.bytes = min(cells, cellsMost) / len(g.config.Lanes[0]) &^ (pageBytes - 1)
 		return nil
 	}
-	s.bytes = min(cells, g.gpu.StagingBytes/2&^(pageBytes-1), cellsMost)
-	s.slots = g.gpu.StagingBytes / s.bytes
-	s.size = uint64(s.slots) * uint64(s.bytes)
+	most := g.gpu.StagingBytes / 2 &^ (pageBytes - 1)
+	s.bytes = min(cells, most, cellsMost)
+	s.slot = s.bytes
+	if g.store != nil {
+		s.slot = max(s.slot, min(g.store.piece, most))
+	}
+	if s.slot == 0 {
+		return nil
+	}
+	s.slots = g.gpu.StagingBytes / s.slot
+	s.size = uint64(s.slots) * uint64(s.slot)
 	s.free = make([]int32, s.slots)
 	for i := range s.free {
 		s.free[i] = int32(s.slots - 1 - i)
@@ -50,7 +56,7 @@ func (s *staging) close(g *GPU) {
 }
 
 func (s *staging) address(slot int32) uint64 {
-	return uint64(s.memory) + uint64(slot)*uint64(s.bytes)
+	return uint64(s.memory) + uint64(slot)*uint64(s.slot)
 }
 
 // room is how many slots a direction may take.
@@ -87,13 +93,13 @@ func (g *GPU) giveSlot(c *gpuChunk) {
 type mover struct {
 	g      *GPU
 	stream *cuda.Stream
-	in     bool       // to the device
-	queue  []*gpuLane // whose chunks are to be moved, in order
-	offset uint32     // what of the first one's is enqueued
-	pieces []piece    // ring
+	in     bool        // to the device
+	queue  []*gpuChunk // that are to be moved, in order
+	offset uint32      // what of the first one is enqueued
+	pieces []piece     // ring
 	head   int
 	count  int
-	hungry bool // the first lane wants a slot and there is none
+	hungry bool // the first chunk wants a slot and there is none
 
 	// done counts the pieces that are copied: the copy engine writes it, to pinned memory. Asking the driver about an
 	// event costs as much as enqueuing a copy.
@@ -108,7 +114,7 @@ type mover struct {
 // piece is one copy that is under way.
 type piece struct {
 	nth   uint32 // done counts to here when it is copied
-	lane  *gpuLane
+	chunk *gpuChunk
 	last  bool
 	since int64
 	begin int64 // when the copy engine will have come to it
@@ -134,7 +140,7 @@ const (
 )
 
 // due is when to look again: when the newest piece is about to end and may have a successor, or else when it has ended.
-// While no lane waits for the copy engine, or the drives have little to do, it is them that are waited for, and the
+// While no chunk waits for the copy engine, or the drives have little to do, it is them that are waited for, and the
 // first piece's lane is to go back to them as soon as that piece has ended.
 func (m *mover) due(now int64, idle bool) int64 {
 	if m.count == 0 {
@@ -174,22 +180,22 @@ func (m *mover) note(p *piece, done bool, now int64) {
 
 func (m *mover) setUp(g *GPU, s *cuda.Stream, in bool) {
 	m.g, m.stream, m.in, m.pace = g, s, in, paceFirst
-	m.queue = make([]*gpuLane, 0, len(g.config.Lanes))
+	m.queue = make([]*gpuChunk, 0, len(g.config.Lanes)+g.staging.slots)
 	m.pieces = make([]piece, g.gpu.Moves)
 }
 
-func (m *mover) add(l *gpuLane) { m.queue = append(m.queue, l) }
+func (m *mover) add(c *gpuChunk) { m.queue = append(m.queue, c) }
 
-// pop takes the first lane out.
+// pop takes the first chunk out.
 func (m *mover) pop() {
 	m.queue = append(m.queue[:0], m.queue[1:]...)
 	m.offset = 0
 }
 
-// cancel takes a lane out, whatever of its chunk is enqueued already.
-func (m *mover) cancel(l *gpuLane) {
+// cancel takes a chunk out, whatever of it is enqueued already.
+func (m *mover) cancel(c *gpuChunk) {
 	for i, x := range m.queue {
-		if x == l {
+		if x == c {
 			if i == 0 {
 				m.offset = 0
 			}
@@ -217,9 +223,14 @@ func (m *mover) poll(now int64) (moved bool, err error) {
 		m.head = (m.head + 1) % len(m.pieces)
 		m.count--
 		moved = true
-		p.lane.pieces--
-		if p.last {
-			p.lane.moved(now)
+		c := p.chunk
+		c.pieces--
+		switch {
+		case !p.last:
+		case c.lane != nil:
+			c.lane.moved(now)
+		default:
+			m.g.thread.evacuated(c, now)
 		}
 	}
 	return moved, nil
@@ -229,8 +240,7 @@ func (m *mover) poll(now int64) (moved bool, err error) {
 func (m *mover) submit(now int64) (moved bool, err error) {
 	m.hungry = false
 	for ready := m.ready(now); ready && len(m.queue) > 0 && m.count < len(m.pieces); {
-		l := m.queue[0]
-		c := l.active
+		c := m.queue[0]
 		if c.slot == noSlot { // a read's; a write has had one since it was gathered
 			if m.g.staging.room(false) == 0 {
 				m.hungry = true // until a harvest frees some
@@ -240,7 +250,7 @@ func (m *mover) submit(now int64) (moved bool, err error) {
 		}
 		n := min(uint32(m.g.gpu.MoveBytes), c.bytes-m.offset)
 		device := cuda.Pointer(m.g.staging.address(c.slot) + uint64(m.offset))
-		host := unsafe.Pointer(&l.cells[m.offset])
+		host := unsafe.Pointer(&m.g.cellsOf(c)[m.offset])
 		if m.in {
 			err = m.stream.CopyHtoD(device, host, uint64(n))
 		} else {
@@ -257,14 +267,14 @@ func (m *mover) submit(now int64) (moved bool, err error) {
 		p.nth = m.issued
 		m.count++
 		m.offset += n
-		p.lane, p.last, p.since, p.bytes = l, m.offset == c.bytes, now, n
+		p.chunk, p.last, p.since, p.bytes = c, m.offset == c.bytes, now, n
 		p.begin = now
 		if m.count > 1 {
 			p.begin = max(now, m.end)
 		}
 		p.end = p.begin + int64(n)*m.pace>>20
 		m.end = p.end
-		l.pieces++
+		c.pieces++
 		moved = true
 		m.g.stats.moves.Add(1)
 		if p.last {

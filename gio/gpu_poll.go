@@ -70,6 +70,7 @@ func (p *planner) planWhole() {
 	for i := range p.ctxs {
 		p.t.bounced = p.t.bounced || p.ctxs[i].Flags == 0 && !kinds.direct(&p.ctxs[i])
 	}
+	p.most = p.t.g.staging.bytes
 	p.pack(1)
 	// A harvest that zeroes what failed finds it in place.
 	p.t.chunks = []gpuChunk{{t: p.t, count: uint32(p.t.n), slot: noSlot, direct: true, payload: p.payload(0, p.t.n)}}
@@ -176,9 +177,7 @@ func (th *ioThread) launchRun(r *pollRun, now int64) error {
 			return err
 		}
 	}
-	if t.told.CompareAndSwap(false, true) {
-		close(t.enqueued)
-	}
+	t.tell()
 	return nil
 }
 

@@ -39,6 +39,16 @@ func TestGPU(t *testing.T) {
 	})
 }
 
+// TestGPUStoresOnFake and TestGPUStores are the ring with a store buffer. The polling executor has none.
+func TestGPUStoresOnFake(t *testing.T) { testStores(t, onFake(t)) }
+func TestGPUStores(t *testing.T)       { testStores(t, gpuWorld(t)) }
+
+func testStores(t *testing.T, w *world) {
+	s := w.subject(testSeed(t), false)
+	s.Store, s.Only = true, stored
+	giotest.Run(t, s)
+}
+
 // crowded are the tests that run beside others' work.
 var crowded = []string{
 	"Geometries", "Mixed", "Order", "Faults", "Storm", "LateLanding", "HeldWrites", "Concurrent", "Layers",

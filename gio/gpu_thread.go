@@ -19,9 +19,12 @@ type ioThread struct {
 	live          []*gpuTicket // taken in and not ended
 	held          []*gpuTicket // wait for an event of the engine's
 	reads, writes []*gpuTicket // have chunks to be built, in order of issue
+	evacs         []*gpuTicket // have chunks to be evacuated, in order of issue
+	deferred      []*gpuTicket // have chunks to be built that lie in the store buffer
 	listed        []*gpuTicket // have chunks that wait for a harvest or gather to be launched
-	writers       int          // live batches of writes
-	taken         [2]int       // batches of reads and of writes so far
+	writers       int          // live batches of writes, but those of the store buffer
+	flow          gpuFlow
+	taken         [2]int // batches of reads and of writes so far
 	launches      [launchesMax]launch
 	flying        int    // launches under way
 	harvests      int    // of them
@@ -152,6 +155,10 @@ func (th *ioThread) park() {
 // kernel or a drive, and it looks a few times before it naps.
 func (th *ioThread) rest() {
 	th.idle++
+	if th.heldBack() {
+		th.nap(min(max(th.flow.again-th.now, napNanoseconds), checkNanos))
+		return
+	}
 	idle := !th.drivesBusy()
 	if due := min(th.g.in.due(th.now, idle), th.g.out.due(th.now, idle)); due != never {
 		if th.gathers > 0 && th.starved() {
@@ -173,11 +180,11 @@ func (th *ioThread) rest() {
 func (th *ioThread) drivesBusy() bool {
 	rung := 0
 	for _, l := range th.g.lanes {
-		if l.state == laneRung {
+		if l.state == laneRung && !l.store {
 			rung++
 		}
 	}
-	return 2*rung >= len(th.g.lanes)
+	return 2*rung >= th.g.common()
 }
 
 // starved says whether a lane that is free waits for a gather.
@@ -292,6 +299,7 @@ func (th *ioThread) launch(now int64) (moved bool, err error) {
 	if th.writers > 0 {
 		th.gatherAhead()
 	}
+	th.evacuate()
 	for _, step := range [...]func(*ioThread, int64) (bool, error){
 		(*ioThread).release, (*ioThread).build, (*ioThread).launchMoves, (*ioThread).pollBatches,
 	} {
@@ -326,15 +334,26 @@ func (th *ioThread) takeIn() bool {
 		th.live = append(th.live, t)
 		streams, nth := &g.device.harvestS, &th.taken[0]
 		if t.write {
-			th.writers++
 			streams, nth = &g.device.gatherS, &th.taken[1]
 		}
-		t.stream = streams[*nth%moveStreams]
-		*nth++
+		if !t.deferred {
+			t.stream = streams[*nth%moveStreams]
+			*nth++
+		}
+		alive := &g.alive
+		switch {
+		case t.deferred:
+			th.flow.live++
+			alive = &g.stores
+		case t.writes != nil:
+			alive = &g.stores
+		case t.write:
+			th.writers++
+		}
 		switch {
 		case th.closed:
 			th.giveUp(t, ErrClosed)
-		case g.alive.Load() == 0 && !t.zeroing:
+		case alive.Load() == 0 && !t.zeroing:
 			th.giveUp(t, fmt.Errorf("%w: %w", ErrDead, errNoLane))
 		case t.after != nil && !th.dead:
 			th.held = append(th.held, t)
@@ -355,10 +374,17 @@ func (th *ioThread) admit(t *gpuTicket) {
 			t.chunks[i].failed = true
 			th.list(&t.chunks[i])
 		}
+	case t.writes != nil:
+		th.evacs = append(th.evacs, t)
+	case t.deferred:
+		for i := range t.chunks[:t.ready] {
+			th.deferChunk(&t.chunks[i])
+		}
 	case t.write:
 		th.writes = append(th.writes, t)
 	default:
 		th.reads = append(th.reads, t)
+		th.queued(t)
 	}
 }
 
@@ -400,7 +426,10 @@ func (th *ioThread) rebuild(c *gpuChunk) {
 	t := c.t
 	t.again = slices.Insert(t.again, 0, c)
 	queue := &th.reads
-	if t.write {
+	switch {
+	case t.deferred:
+		queue = &th.deferred
+	case t.write:
 		queue = &th.writes
 	}
 	if !slices.Contains(*queue, t) {
@@ -410,7 +439,7 @@ func (th *ioThread) rebuild(c *gpuChunk) {
 
 // unqueue takes a batch out of those that have chunks to be built.
 func (th *ioThread) unqueue(t *gpuTicket) {
-	for _, queue := range []*[]*gpuTicket{&th.reads, &th.writes, &th.held} {
+	for _, queue := range []*[]*gpuTicket{&th.reads, &th.writes, &th.held, &th.evacs, &th.deferred} {
 		if i := slices.Index(*queue, t); i >= 0 {
 			*queue = slices.Delete(*queue, i, i+1)
 		}
@@ -461,8 +490,21 @@ func (th *ioThread) failRest(t *gpuTicket, err error) {
 	for _, c := range again {
 		th.g.failChunk(c, err)
 	}
-	for i := first; i < len(t.chunks); i++ {
+	for i := first; i < t.limit; i++ {
 		th.g.failChunk(&t.chunks[i], err)
+	}
+	if t.writes != nil {
+		th.g.store.unblock()
+		th.failWrites(t.writes, first, err)
+	}
+}
+
+// failStores fails what is stored, since no lane for it is left.
+func (th *ioThread) failStores(err error) {
+	for _, t := range slices.Clone(th.live) {
+		if t.deferred || t.writes != nil {
+			th.giveUp(t, err)
+		}
 	}
 }
 
@@ -476,7 +518,10 @@ func (th *ioThread) failQueued(err error) {
 // end tells that a batch is complete.
 func (th *ioThread) end(t *gpuTicket) {
 	th.live = slices.DeleteFunc(th.live, func(x *gpuTicket) bool { return x == t })
-	if t.write {
+	switch {
+	case t.deferred:
+		th.flow.live--
+	case t.write && t.writes == nil:
 		th.writers--
 	}
 	t.kept = th.hung
@@ -488,11 +533,11 @@ func (t *gpuTicket) finish(hung error) {
 	if !t.ended.CompareAndSwap(false, true) {
 		return
 	}
-	t.g.busy.Add(-1)
-	t.hung = hung
-	if t.told.CompareAndSwap(false, true) {
-		close(t.enqueued)
+	if !t.deferred {
+		t.g.busy.Add(-1)
 	}
+	t.hung = hung
+	t.tell()
 	close(t.done)
 }
 
@@ -513,7 +558,11 @@ func (th *ioThread) check(now int64) error {
 		}
 		// Chunks have a deadline of their own, which comes first.
 		d := int64(g.config.Deadline)
-		if now-max(since, t.progress) > d+d/4 || t.late && now-since > waitDeadlines*d {
+		progress := t.progress
+		if t.deferred || t.writes != nil { // others go before it: what counts is that any does
+			progress = max(progress, th.flow.progress)
+		}
+		if now-max(since, progress) > d+d/4 || t.late && now-since > waitDeadlines*d {
 			th.giveUp(t, ErrTimeout)
 		}
 	}
@@ -546,7 +595,10 @@ func (th *ioThread) fatal(err error) {
 	th.hung = errors.Is(err, ErrStuck)
 	err = fmt.Errorf("%w: %w", ErrDead, err)
 	for _, l := range g.lanes {
-		l.building, l.unbuilt, l.pieces = false, 0, 0
+		l.building, l.unbuilt = false, 0
+		if l.active != nil {
+			l.active.pieces = 0
+		}
 		if l.state == laneRung {
 			l.fail(err)
 		}
@@ -569,6 +621,7 @@ func (th *ioThread) fatal(err error) {
 	for _, t := range slices.Clone(th.live) {
 		th.lost(t, t.launched, t.listed, err)
 		t.launched = t.listed
+		th.loseMoves(t, err)
 	}
 	for i := range th.runs {
 		th.loseRun(&th.runs[i], err)
@@ -588,6 +641,10 @@ func (th *ioThread) endLost() {
 func (th *ioThread) lost(t *gpuTicket, from, to int, err error) {
 	for i := from; i < to; i++ {
 		c := &t.chunks[t.chunks[i].nth]
+		if t.writes != nil {
+			th.loseEvacuation(c, err)
+			continue
+		}
 		if t.write {
 			c.gathered = gatherDone
 			if !c.late {
@@ -655,6 +712,7 @@ const (
 func (g *GPU) giveUpGPU() {
 	err := fmt.Errorf("%w: %w", ErrDead, ErrStuck)
 	g.broken.CompareAndSwap(nil, &err)
+	g.failStore()
 	for l := range g.config.Lanes {
 		_ = g.quiesce(l)
 	}

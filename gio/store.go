@@ -121,6 +121,16 @@ func (s *storeBuffer) take(n int) (p place, ok bool, err error) {
 	return p, ok, nil
 }
 
+// unblock ends the time of a store that does not wait for room any more.
+func (s *storeBuffer) unblock() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.blocked != 0 {
+		s.stats.BlockedNanos += uint64(clock() - s.blocked)
+		s.blocked = 0
+	}
+}
+
 // takeAll finds room for all pieces of a layer or for none.
 func (s *storeBuffer) takeAll(sizes []int) ([]place, error) {
 	s.mu.Lock()
@@ -229,6 +239,7 @@ func (s *storeBuffer) wait(n int) (place, error) {
 		case <-s.freed:
 			timer.Reset(s.deadline)
 		case <-timer.C:
+			s.unblock()
 			return place{}, fmt.Errorf("%w: the store buffer has no room, and none of its writes ended", ErrTimeout)
 		}
 	}
