@@ -34,6 +34,7 @@ const (
 	gpuLanes       = 8
 	gpuDepth       = 1024
 	gpuBounceBytes = 64 << 20
+	gpuStoreLanes  = 4
 	// gpuScratchBytes is for trailers, half for those that are read.
 	gpuScratchBytes = 8 << 20
 	// gpuDMABytes are for PRP lists, trailers on their way and buffers of the session's user.

@@ -11,6 +11,7 @@ import (
 	"tuttifs/gio"
 	"tuttifs/ioctl"
 	"tuttifs/nvme"
+	"tuttifs/stripe"
 )
 
 // SessionOptions of the data path. Zero fields take defaults.
@@ -18,10 +19,15 @@ type SessionOptions struct {
 	Lanes int // 4; with a GPU 8
 	Depth int // entries of each queue, 256; with a GPU 1024
 	// DMABytes is memory that controllers reach: buffers made of Session.DMA lie in it. 256 MiB; with a GPU 16 MiB more
-	// than BounceBytes.
+	// than BounceBytes; with StoreBytes so much more.
 	DMABytes int
 	// BounceBytes of the DMA memory are for buffers elsewhere. 0: direct only; with GPU options 64 MiB.
-	BounceBytes   int
+	BounceBytes int
+	// StoreBytes of the DMA memory are the store buffer: what is stored leaves its source for it at once, and goes to the
+	// drives when they have time. It adds lanes to Lanes. 0: none, and a store holds its source until the drives have it.
+	// StorePolicy is what becomes of a store when the buffer is full.
+	StoreBytes    int
+	StorePolicy   gio.StorePolicy
 	ArenaBytes    int           // of metadata batches, 1 MiB; ranks that join each other's reservations use equal ones
 	ChunkCommands int           // as in gio.RingConfig, 0: a batch is spread over all lanes
 	Deadline      time.Duration // of every wait, 30 s
@@ -45,11 +51,11 @@ func (o SessionOptions) withDefaults(gpu bool) SessionOptions {
 		o.GPU = &options
 		orElse(&o.Lanes, gpuLanes)
 		orElse(&o.Depth, gpuDepth)
-		orElse(&o.DMABytes, o.BounceBytes+gpuDMABytes)
+		orElse(&o.DMABytes, o.BounceBytes+o.StoreBytes+gpuDMABytes)
 	}
 	orElse(&o.Lanes, 4)
 	orElse(&o.Depth, 256)
-	orElse(&o.DMABytes, 256<<20)
+	orElse(&o.DMABytes, o.StoreBytes+256<<20)
 	if o.Deadline == 0 {
 		o.Deadline = gio.DeadlineDefault
 	}
@@ -58,15 +64,46 @@ func (o SessionOptions) withDefaults(gpu bool) SessionOptions {
 
 func (o SessionOptions) validate() error {
 	if o.Lanes < 0 || o.Depth < 0 || o.DMABytes < 0 || o.BounceBytes < 0 || o.ArenaBytes < 0 || o.Deadline < 0 ||
-		o.ChunkCommands < 0 {
+		o.ChunkCommands < 0 || o.StoreBytes < 0 {
 		return fmt.Errorf("%w: negative session option", ErrInvalid)
 	}
 	if g := o.GPU; g != nil && (g.StagingBytes < 0 || g.PollSMs < 0) {
 		return fmt.Errorf("%w: negative GPU option", ErrInvalid)
 	}
-	if o.BounceBytes > 0 && o.DMABytes > 0 && o.BounceBytes > o.DMABytes {
-		return fmt.Errorf("%w: %d bytes of bounce cells in %d bytes of DMA memory",
-			ErrInvalid, o.BounceBytes, o.DMABytes)
+	if o.StoreBytes != 0 && (o.StoreBytes < StoreLeast || o.StoreBytes%stripe.UnitBytes != 0) {
+		return fmt.Errorf("%w: a store buffer of %d bytes: whole pages from %s on are possible",
+			ErrInvalid, o.StoreBytes, sizeText(StoreLeast))
+	}
+	if o.StorePolicy > gio.StoreRefuse || o.StorePolicy != 0 && o.StoreBytes == 0 {
+		return fmt.Errorf("%w: store policy %d with a store buffer of %d bytes", ErrInvalid, o.StorePolicy, o.StoreBytes)
+	}
+	if need := o.BounceBytes + o.StoreBytes; need > 0 && o.DMABytes > 0 && need > o.DMABytes {
+		return fmt.Errorf("%w: %d bytes of bounce cells and %d of store buffer in %d bytes of DMA memory",
+			ErrInvalid, o.BounceBytes, o.StoreBytes, o.DMABytes)
+	}
+	return nil
+}
+
+// StoreLeast is the smallest store buffer of a session: some objects of any size.
+const StoreLeast = 16 << 20
+
+// storeLanes are the lanes of the store buffer, beside the others.
+func (o *SessionOptions) storeLanes() int {
+	switch {
+	case o.StoreBytes == 0:
+		return 0
+	case o.GPU != nil:
+		return gpuStoreLanes
+	}
+	return 2
+}
+
+// allowed compares with what the mount gives a process.
+func (o *SessionOptions) allowed(h *ioctl.Hello) error {
+	if uint64(o.DMABytes) > h.DMAMax || uint64(o.Lanes+o.storeLanes()) > uint64(h.LanesMax) {
+		return fmt.Errorf("%w: %s of DMA memory (%s of it store buffer) and %d lanes (%d of them for it): the mount gives "+
+			"a process at most %s and %d", ErrInvalid, sizeText(o.DMABytes), sizeText(o.StoreBytes),
+			o.Lanes+o.storeLanes(), o.storeLanes(), sizeText(int(h.DMAMax)), h.LanesMax)
 	}
 	return nil
 }
@@ -189,6 +226,9 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 		}
 	}
 	o = o.withDefaults(s.gpu.context != nil)
+	if err := o.allowed(&m.hello); err != nil {
+		return nil, errors.Join(err, s.gpu.close(nil))
+	}
 	// A membership belongs to one open file, so every session has its own.
 	client, err := openControl(m.path)
 	if err != nil {
@@ -198,7 +238,9 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 	s.client = client
 	if err = enter(client, &a); err == nil {
 		s.token, s.id = a.Token, a.ID
-		s.attach, err = a.Attach(ioctl.AttachOptions{Lanes: o.Lanes, Depth: o.Depth, DMABytes: uint64(o.DMABytes)})
+		s.attach, err = a.Attach(ioctl.AttachOptions{
+			Lanes: o.Lanes + o.storeLanes(), Depth: o.Depth, DMABytes: uint64(o.DMABytes),
+		})
 	}
 	if err == nil {
 		err = s.build(o)
@@ -235,6 +277,7 @@ func (s *Session) build(o SessionOptions) error {
 	config := gio.RingConfig{
 		Lanes: s.queues, DMA: s.attach.DMA, DMABase: r.DMABase, SGL: r.SGL == 1,
 		BounceBytes: o.BounceBytes, ChunkCommands: o.ChunkCommands, Deadline: o.Deadline,
+		StoreBytes: o.StoreBytes, StoreLanes: o.storeLanes(), StorePolicy: o.StorePolicy,
 		Armed: s.attach.Word(ioctl.ArmedWord), Wake: s.attach.Word(ioctl.WakeWord),
 		Quiesce: s.attach.Quiesce,
 		Reattach: func(lane int) ([]gio.Queue, error) {
@@ -246,7 +289,7 @@ func (s *Session) build(o SessionOptions) error {
 	}
 	if s.gpu.context != nil {
 		// A request waits for its trailers before anything else: room for a thousand and more at a time.
-		config.ScratchBytes = min(gpuScratchBytes, (len(config.DMA)-config.BounceBytes)/2&^4095)
+		config.ScratchBytes = min(gpuScratchBytes, (len(config.DMA)-config.BounceBytes-config.StoreBytes)/2&^4095)
 		return s.buildGPU(config, o.GPU)
 	}
 	ring, err := gio.NewRing(config)
@@ -267,9 +310,14 @@ func aboutRing(c *gio.RingConfig) string {
 	if c.SGL {
 		descriptors = "SGL"
 	}
-	return fmt.Sprintf("%s: %d lanes on %d drives, %d entries a queue, %s; bounce %s of %s DMA memory",
-		mode, len(c.Lanes), len(c.Lanes[0]), len(c.Lanes[0][0].Memory.SQ), descriptors,
+	about := fmt.Sprintf("%s: %d lanes on %d drives, %d entries a queue, %s; bounce %s of %s DMA memory",
+		mode, len(c.Lanes)-c.StoreLanes, len(c.Lanes[0]), len(c.Lanes[0][0].Memory.SQ), descriptors,
 		sizeText(c.BounceBytes), sizeText(len(c.DMA)))
+	if c.StoreBytes > 0 {
+		about += fmt.Sprintf(", store buffer %s of it with %d more lanes, policy %v",
+			sizeText(c.StoreBytes), c.StoreLanes, c.StorePolicy)
+	}
+	return about
 }
 
 // sizeText is a size in MiB, or in bytes where that is no whole number.

@@ -14,6 +14,8 @@ type Executor interface {
 	Wait(t Ticket) ([]Result, error)
 	OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error)
 	CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error)
+	// StoreStats are the store buffer's.
+	StoreStats() StoreStats
 	Alive() int
 	Abandon(cause error)
 	Close() error

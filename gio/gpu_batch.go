@@ -621,10 +621,11 @@ func (t *gpuTicket) awaited() {
 	if !t.waiting.CompareAndSwap(0, max(1, now)) || t.write || !t.counted() || t.ended.Load() {
 		return
 	}
+	// The pacer hears of it before anything is issued for that reason.
+	g.pacer.note(ioEvent{kind: readAwaited, layer: t.layer, ioSize: t.size, at: now})
 	for last := g.awaits.Load(); last < t.nth && !g.awaits.CompareAndSwap(last, t.nth); {
 		last = g.awaits.Load()
 	}
-	g.pacer.note(ioEvent{kind: readAwaited, layer: t.layer, ioSize: t.size, at: now})
 }
 
 // counted says whether pacers hear of a batch.
@@ -709,8 +710,9 @@ func (t *gpuTicket) refusal(i int, outcome uint8) error {
 		t.g.stats.checksums.Add(1)
 		return fmt.Errorf("%w: slot %d object %d", ErrChecksum, ctx.Slot, ctx.Object)
 	}
-	if piece := t.g.pieceBytes(); t.writes != nil && int(payload) > piece {
-		return fmt.Errorf("%w: an object of %d bytes, a piece of the store buffer has %d", ErrMemory, payload, piece)
+	if t.writes != nil {
+		return fmt.Errorf("%w: descriptor %#x of %d bytes; a piece of the store buffer has %d bytes",
+			ErrMemory, ctx.Desc, payload, t.g.pieceBytes())
 	}
 	if cells := t.g.staging.bytes; cells > 0 && int(payload) > cells {
 		return fmt.Errorf("%w: %d bytes must be bounced, a lane has %d bytes of cells", ErrMemory, payload, cells)

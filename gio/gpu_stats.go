@@ -17,7 +17,6 @@ type GPUStats struct {
 	// end: waiting for SMs beside other kernels is in it.
 	MovingNanos uint64
 	DeviceBytes uint64 // device memory that the executor holds, registrations included
-	Store       StoreStats
 }
 
 type gpuCounters struct {
@@ -33,8 +32,8 @@ func (g *GPU) Stats() GPUStats {
 		Commands: c.commands.Load(), ReadBytes: c.read.Load(), WrittenBytes: c.written.Load(),
 		Chunks: c.chunks.Load(), Moves: c.moves.Load(), Builds: c.builds.Load(), Harvests: c.harvests.Load(),
 		Gathers: c.gathers.Load(), Checksums: c.checksums.Load(), Timeouts: c.timeouts.Load(),
-		MovingNanos: c.moving.Load(), Store: g.store.report(),
-		CPUNanos: threadNanos(c.thread.Load()), DeviceBytes: c.device.Load(),
+		MovingNanos: c.moving.Load(),
+		CPUNanos:    threadNanos(c.thread.Load()), DeviceBytes: c.device.Load(),
 	}
 }
 

@@ -43,6 +43,11 @@ func TestGPU(t *testing.T) {
 func TestGPUStoresOnFake(t *testing.T) { testStores(t, onFake(t)) }
 func TestGPUStores(t *testing.T)       { testStores(t, gpuWorld(t)) }
 
+func TestGPUPacedOnFake(t *testing.T) { testPaced(t, onFake(t)) }
+func TestGPUPaced(t *testing.T)       { testPaced(t, gpuWorld(t)) }
+
+func testPaced(t *testing.T, w *world) { giotest.Run(t, withPacer(w.subject(testSeed(t), false))) }
+
 func testStores(t *testing.T, w *world) {
 	s := w.subject(testSeed(t), false)
 	s.Store, s.Only = true, stored

@@ -273,6 +273,7 @@ func TestGPUPlansCover(t *testing.T) {
 				ctxs[i].Desc = direct.Desc(0)
 			}
 		}
+		g.config.Lanes = make([][]Queue, len(g.lanes))
 		p := planner{t: &gpuTicket{g: g, m: m, n: n, write: round%2 == 0}, ctxs: ctxs}
 		p.plan()
 		at := uint32(0)

@@ -286,6 +286,9 @@ func (s *storeBuffer) went(n ioSize) {
 	s.stats.Bytes -= n.bytes
 }
 
+// StoreStats is safe to call at any time. It is zero where there is no store buffer.
+func (b *base) StoreStats() StoreStats { return b.store.report() }
+
 // report is safe to call on an executor without a buffer.
 func (s *storeBuffer) report() StoreStats {
 	if s == nil {

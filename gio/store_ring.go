@@ -40,7 +40,7 @@ func (f *ringFlow) begins(t *ringTicket) {
 	if !f.paced || t.write && !t.deferred {
 		return
 	}
-	n := t.rest()
+	n := t.rest(len(t.ctxs))
 	t.size = n
 	t.open.add(n)
 	kind := readQueued
@@ -91,6 +91,7 @@ func (f *ringFlow) arrived(l *lane, t *ringTicket) {
 	if t.deferred {
 		kind = writeArrived
 		f.writing.sub(n)
+		t.ring.store.went(n)
 		f.progress.Store(now)
 	} else {
 		f.reads.sub(n)
@@ -114,7 +115,7 @@ func (f *ringFlow) ends(t *ringTicket) {
 	rest := t.open.size()
 	if t.deferred {
 		f.waiting.sub(rest)
-		t.ring.store.went(t.size)
+		t.ring.store.went(rest)
 		t.ring.store.free(t.place)
 		return
 	}
@@ -132,10 +133,11 @@ func (f *ringFlow) awaits(t *ringTicket) {
 	if !f.paced || t.write && !t.deferred || !t.awaitedAt.CompareAndSwap(0, clock()) || t.deferred {
 		return
 	}
+	// The pacer hears of it before anything is issued for that reason.
+	t.ring.pacer.note(ioEvent{kind: readAwaited, layer: t.layer, ioSize: t.size, at: t.awaitedAt.Load()})
 	for last := f.awaited.Load(); last < t.nth && !f.awaited.CompareAndSwap(last, t.nth); {
 		last = f.awaited.Load()
 	}
-	t.ring.pacer.note(ioEvent{kind: readAwaited, layer: t.layer, ioSize: t.size, at: t.awaitedAt.Load()})
 }
 
 // mayRead says whether a batch of reads may have a chunk issued.
@@ -152,7 +154,7 @@ func (r *Ring) mayWrite(t *ringTicket) bool {
 	f := &r.flow
 	wakes := f.wakes.Load()
 	l := load{
-		next: t.rest(), deferred: f.waiting.size(), writing: f.writing.size(),
+		next: t.rest(t.chunk), deferred: f.waiting.size(), writing: f.writing.size(),
 		reads: f.reads.size(), reading: f.reading.size(), oldest: t.since,
 	}
 	r.store.describe(&l)
@@ -355,11 +357,3 @@ func (t *ringLayerTicket) refuse(ctx *IOCTX, i int) {
 	t.refused = append(t.refused, Result{Index: i, Err: err})
 	t.mu.Unlock()
 }
-
-// RingStats counts since the start.
-type RingStats struct {
-	Store StoreStats
-}
-
-// Stats is safe to call at any time.
-func (r *Ring) Stats() RingStats { return RingStats{Store: r.store.report()} }

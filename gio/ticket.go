@@ -100,10 +100,11 @@ func (r *Ring) enqueue(t *ringTicket) error {
 	return nil
 }
 
-// rest is what of a batch is in no chunk.
-func (t *ringTicket) rest() ioSize {
-	n := ioSize{objects: uint64(len(t.ctxs) - t.next)}
-	for i := t.next; i < len(t.ctxs); i++ {
+// rest is what of a batch is in no chunk, at most so many IOCTXs.
+func (t *ringTicket) rest(most int) ioSize {
+	end := min(len(t.ctxs), t.next+most)
+	n := ioSize{objects: uint64(end - t.next)}
+	for i := t.next; i < end; i++ {
 		if t.ctxs[i].Flags == 0 {
 			n.bytes += uint64(t.m.ObjectBytes(t.ctxs[i].Object))
 		}

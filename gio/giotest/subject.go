@@ -18,6 +18,8 @@ type Subject struct {
 	Steps bool
 	// Store gives executors a store buffer, and two lanes for it beside the shape's.
 	Store bool
+	// Pacer is that of the executor that was made last; nil: none has one that a test can tell what to do.
+	Pacer func() Pacer
 	// Device is the memory of an executor's device; nil if it has none.
 	Device func(e gio.Executor) Device
 	// Reach gives the host's view of device memory, where there is one: virtual controllers can be peers then.
