@@ -2,6 +2,7 @@
 # make test    everything that a change must pass; what needs NVMe controllers is in make test-nvme
 SHELL   := /bin/bash
 GO      ?= go
+PYTHON  ?= python3
 PREFIX  ?= /usr/local
 DESTDIR ?=
 FUZZTIME ?= 10s
@@ -18,7 +19,7 @@ LIBVERSION := $(shell sed -n 's/^\#define TUTTIFS_LIB_M[AJINOR]* //p' include/li
 SONAME  := libtuttifs.so.$(firstword $(subst ., ,$(LIBVERSION)))
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib demo test test-nvme crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib wheel demo test test-nvme crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -40,6 +41,10 @@ ptx-check:
 lib: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
 	@scripts/lib.sh $(GO) $(LIBOUT)
+
+# The Python package with the library and the command in it, build/wheel/tuttifs-*.whl.
+wheel: build lib
+	@TUTTIFS_BINARY=bin/tuttifs TUTTIFS_LIBRARY=$(LIBOUT)/$(SONAME) $(PYTHON) -B python/wheel_backend.py build/wheel
 
 demo: build
 	@scripts/demo.sh bin/tuttifs

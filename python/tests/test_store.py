@@ -46,6 +46,12 @@ class RoundTrip(Mounted):
             self.assertEqual(layers.slots, [])
             layers.move_all(3)
             nothing.commit()
+        with self.pool.reserve(keys, start=8) as empty, self.pool.store(empty, self.memory, []) as layers:
+            layers.move_all(3)
+            empty.abort()
+            empty.commit()
+        with self.pool.pin(keys[:0]) as leases, self.pool.retrieve(leases, self.memory, []) as layers:
+            layers.move_all(3)
 
     def test_leases(self):
         keys = tuttifs.keys(PROMPT, 4)

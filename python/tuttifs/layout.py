@@ -61,7 +61,7 @@ def extent(array: Any) -> Extent:
         if array.readonly or not array.c_contiguous:
             raise InvalidError("the memory is read-only, or has gaps")
         whole = (ctypes.c_uint8 * array.nbytes).from_buffer(array.cast("B"))
-        return Extent(ctypes.addressof(whole), (array.nbytes,), (1,), 1, "cpu")
+        return Extent(ctypes.addressof(whole), tuple(array.shape or ()), tuple(array.strides or ()), array.itemsize, "cpu")
     if hasattr(array, "data_ptr"):
         size = array.element_size()
         return Extent(array.data_ptr(), tuple(array.shape), tuple(s * size for s in array.stride()), size,

@@ -103,7 +103,7 @@ class Reservation(Leases):
     def __init__(self, pool: "Pool", reserve: int, array: Any, count: int) -> None:
         super().__init__(array, count)
         self.pool, self.reserve = pool, reserve
-        self._open = True
+        self._open = count > 0  # the daemon knows nothing of an empty one
 
     def commit(self, ranks: Sequence[int] = (0,)) -> None:
         """Says that this process has written all objects of the ranks, and waits until the files are durable: until the
@@ -114,6 +114,8 @@ class Reservation(Leases):
         `NotFoundError` where another rank has aborted.
         """
         self._open = False
+        if not self:
+            return
         self.pool._lib.commit(self.pool._h, self.reserve, (C.c_uint16 * len(ranks))(*ranks), len(ranks))
 
     async def commit_async(self, ranks: Sequence[int] = (0,)) -> None:
@@ -123,7 +125,8 @@ class Reservation(Leases):
     def abort(self) -> None:
         """Gives the slots back, for all ranks, as long as one of them has not committed."""
         self._open = False
-        self.pool._lib.abort(self.pool._h, self.reserve)
+        if self:
+            self.pool._lib.abort(self.pool._h, self.reserve)
 
     def __enter__(self) -> "Reservation":
         return self
