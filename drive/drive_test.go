@@ -3,10 +3,10 @@ package drive
 import (
 	"bytes"
 	"errors"
-	"io"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"unsafe"
@@ -367,6 +367,21 @@ func TestLoopFacts(t *testing.T) {
 	}
 }
 
+// TestLoopShrinks: what the kernel answers for a block device that has no blocks any more, as one that was taken out.
+func TestLoopShrinks(t *testing.T) {
+	path := loopDevice(t, testBytes, 512)
+	d := open(t, path, Options{})
+	backing, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(path), "loop/backing_file"))
+	require.NoError(t, err)
+	require.NoError(t, os.Truncate(strings.TrimSpace(string(backing)), 0))
+	require.NoError(t, unix.IoctlSetInt(d.(*file).Fd(), unix.LOOP_SET_CAPACITY, 0))
+	p := make([]byte, UnitBytes)
+	for name, err := range map[string]error{"read": d.ReadAt(p, UnitBytes), "write": d.WriteAt(p, UnitBytes)} {
+		require.ErrorIs(t, err, ErrShrunk, name)
+		require.ErrorContains(t, err, path)
+	}
+}
+
 func TestLocks(t *testing.T) {
 	path := newFile(t, t.TempDir())
 	busy := func(o Options) {
@@ -410,9 +425,9 @@ func TestTruncated(t *testing.T) {
 		for _, left := range []int64{testBytes - 1, testBytes / 2, 4096 + 512, 4096 + 100, 1, 0} {
 			require.NoError(t, os.Truncate(path, left))
 			for _, p := range [][]byte{make([]byte, 4097), AlignedBuffer(8192)} {
-				require.ErrorIs(t, d.ReadAt(p, testBytes-int64(len(p))), io.ErrUnexpectedEOF)
+				require.ErrorIs(t, d.ReadAt(p, testBytes-int64(len(p))), ErrShrunk)
 				if left < int64(len(p)) {
-					require.ErrorIs(t, d.ReadAt(p, 0), io.ErrUnexpectedEOF)
+					require.ErrorIs(t, d.ReadAt(p, 0), ErrShrunk)
 				}
 			}
 		}

@@ -147,7 +147,7 @@ func (f *file) readFull(p []byte, off int64) error {
 		case err != nil:
 			return err
 		case n == 0 || (f.direct && !f.wholeBlocks(int64(n), 0)):
-			return io.ErrUnexpectedEOF // a direct read ends inside a block only where the file does
+			return ErrShrunk // a direct read ends inside a block only where the file does
 		}
 		p, off = p[n:], off+int64(n)
 	}
@@ -216,6 +216,8 @@ func (f *file) writeFull(p []byte, off int64) error {
 		switch {
 		case errors.Is(err, unix.EINTR):
 			continue
+		case errors.Is(err, unix.ENOSPC) && f.kind == Block:
+			return ErrShrunk // a block device has no other space to run out of
 		case err != nil:
 			return err
 		case n == 0 || (f.direct && !f.wholeBlocks(int64(n), 0)):

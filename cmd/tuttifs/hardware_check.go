@@ -204,7 +204,7 @@ func (r hardwareRoots) vfio() hardwareCheck {
 	return c
 }
 
-// PCI class codes, the programming interface cut off: NVMe is 01 08 (mass storage, non-volatile memory), bridges are 06.
+// Beginnings of PCI class codes: NVMe is 01 08 (mass storage, non-volatile memory), bridges are 06.
 const (
 	classNVMe   = "0x0108"
 	classBridge = "0x06"

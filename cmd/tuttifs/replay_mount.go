@@ -195,7 +195,9 @@ func (t *mountTarget) restore(keys []gpufile.Key, layer func(time.Duration)) (by
 				continue
 			}
 			failed++
-			if err := t.pool.ReportBad(grants[i].Slot, grants[i].Generation); err != nil {
+			// Not found: the daemon knows already, for the whole drive is lost.
+			err := t.pool.ReportBad(grants[i].Slot, grants[i].Generation)
+			if err != nil && !errors.Is(err, engine.ErrNotFound) {
 				return bytes, failed, fmt.Errorf("reporting damage: %w", err)
 			}
 		}
