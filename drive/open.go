@@ -5,17 +5,35 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 
 	"golang.org/x/sys/unix"
 )
 
-// Open opens an existing regular file or block device.
+// address is a namespace of a controller on the PCI bus: 0000:3b:00.0 is its first one, 0000:3b:00.0/2 number 2.
+var address = regexp.MustCompile(`^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](/[0-9]{1,10})?$`)
+
+// IsAddress says whether a drive's name is the address of a namespace rather than a path. A file of such a name can be
+// had as ./NAME.
+func IsAddress(name string) bool { return address.MatchString(name) }
+
+// OpenAddress opens namespaces by address. Whoever has a driver for them sets it before any drive is opened; without it
+// there are files and block devices only.
+var OpenAddress func(address string, o Options) (Drive, error)
+
+// Open opens an existing regular file or block device, or a namespace by its address.
 //
 // The lock is an flock, exclusive for writers and shared for readers; a block device opened for writing is also
 // claimed (O_EXCL), which refuses one that holds a mounted filesystem or belongs to RAID, LVM or a device mapper.
 func Open(path string, o Options) (Drive, error) {
 	if o.LBABytes != 0 && o.LBABytes != 512 && o.LBABytes != 4096 {
 		return nil, fmt.Errorf("drive %s: LBA size %d: only 512 and 4096 exist", path, o.LBABytes)
+	}
+	if IsAddress(path) {
+		if OpenAddress == nil {
+			return nil, fmt.Errorf("drive %s: an address, and no driver here: %w", path, ErrNotSupported)
+		}
+		return OpenAddress(path, o)
 	}
 	var st unix.Stat_t
 	if err := retry(func() error { return unix.Stat(path, &st) }); err != nil {

@@ -3,6 +3,7 @@ package nvmetest
 import (
 	"bytes"
 	"math/rand/v2"
+	"strings"
 	"testing"
 	"unsafe"
 
@@ -37,7 +38,7 @@ func Run(t *testing.T, r Rig) {
 		{"QueueLimits", queueLimits}, {"Pairs", pairs}, {"PRP", prp}, {"PRPStatus", prpStatus}, {"SGL", sgl},
 		{"SGLStatus", sglStatus}, {"TransferLimit", transferLimit}, {"IOStatus", ioStatus}, {"Flush", flush},
 		{"WriteZeroes", writeZeroes}, {"Deallocate", deallocate}, {"Compare", compare}, {"Load", load},
-		{"MediaError", mediaError}, {"Drive", driveModel}, {"Abort", abort}, {"ResetInFlight", resetInFlight},
+		{"MediaError", mediaError}, {"Drive", driveModel}, {"Abort", abort}, {"Reset", reset}, {"ResetInFlight", resetInFlight},
 		{"HeldReset", heldReset}, {"HeldTimeout", heldTimeout}, {"HeldClose", heldClose}, {"Format", format},
 		{"Removal", removal},
 	} {
@@ -165,6 +166,23 @@ func (b *bench) block(k uint64) uint64 {
 	lba := b.rig.BadLBA + b.rig.BadBlocks
 	unit := uint64(8)
 	return (lba+unit-1)/unit*unit + k
+}
+
+// qemu says that the controller is QEMU's (seen in 7.2 and 10.0), which differs from the specification where this is
+// asked: it takes a chain of more than two SGL segments for another one, calls a queue or descriptor that is not there
+// by another status, says that a command was not aborted that it does abort, and crashes when it is reset with commands
+// in flight.
+func (b *bench) qemu() bool {
+	id := b.c.Identity()
+	return strings.HasPrefix(nvme.Text(id.MN[:]), "QEMU NVMe")
+}
+
+// perhaps is the status that is right, and the one that QEMU has instead.
+func (b *bench) perhaps(qemu, right nvme.Status) []nvme.Status {
+	if b.qemu() {
+		return []nvme.Status{qemu, right}
+	}
+	return []nvme.Status{right}
 }
 
 // same says whether two places of the test's memory hold the same.

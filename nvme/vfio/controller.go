@@ -70,13 +70,15 @@ type Controller struct {
 	most   uint16            // I/O queue pairs granted
 	resets uint64
 	err    error // it serves no more
+	ended  chan struct{}
 }
 
 // Open starts a controller up, whatever state it is in, and owns the transport from then on, also when it fails.
 // Nothing else may be using the controller.
 func Open(t Transport, o Options) (*Controller, error) {
 	o.setDefaults()
-	c := &Controller{t: t, o: o, queues: map[uint16]*Queue{}, pairs: map[uint16]*Pair{}, used: map[uint16]bool{}}
+	c := &Controller{t: t, o: o, queues: map[uint16]*Queue{}, pairs: map[uint16]*Pair{}, used: map[uint16]bool{},
+		ended: make(chan struct{})}
 	if err := c.open(); err != nil {
 		if c.cap != 0 {
 			_ = c.disable() // the first error is the one to report
@@ -292,6 +294,9 @@ func (c *Controller) Err() error {
 	return c.err
 }
 
+// Ended is closed by Close.
+func (c *Controller) Ended() <-chan struct{} { return c.ended }
+
 // TransferMax is the most bytes that one command may move (MDTS, or 2 MiB where that is less).
 func (c *Controller) TransferMax() int {
 	id := c.Identity()
@@ -335,6 +340,7 @@ func (c *Controller) Close() error {
 		err = c.shutDown()
 	}
 	c.lose(c.errorf("%w", ErrClosed), err == nil && was == nil)
+	close(c.ended)
 	return errors.Join(err, c.release())
 }
 
