@@ -95,17 +95,21 @@ func newMount(t *testing.T) string {
 	return mount
 }
 
-// TestC builds the library as make lib does, and a C program that uses it on a real mount.
+// TestC builds the library as make lib does, and C programs that use it on a real mount.
 func TestC(t *testing.T) {
 	gcc := compiler(t, "gcc")
-	mount := newMount(t)
 	dir := t.TempDir()
 	run(t, "../scripts/lib.sh", "go", dir)
 	requireLittleTLS(t, filepath.Join(dir, "libtuttifs.so"))
-	program := filepath.Join(dir, "roundtrip")
-	run(t, gcc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-I../include", "-o", program,
-		"testdata/roundtrip.c", "-L"+dir, "-ltuttifs", "-lpthread", "-Wl,-rpath,"+dir)
-	run(t, program, mount)
+	for _, name := range []string{"roundtrip", "threads"} {
+		t.Run(name, func(t *testing.T) {
+			mount := newMount(t)
+			program := filepath.Join(dir, name)
+			run(t, gcc, "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-I../include", "-o", program,
+				"testdata/"+name+".c", "-L"+dir, "-ltuttifs", "-lpthread", "-Wl,-rpath,"+dir)
+			run(t, program, mount)
+		})
+	}
 }
 
 // TestInstalled builds the example against what make install-lib installs, and runs it twice.
