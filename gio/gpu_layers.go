@@ -189,7 +189,8 @@ func (l *gpuLayers) begin(layer uint16, desc []uint64, after *cuda.Event, store 
 		ordinals[j] = uint16(l.m.layout.OrdinalInRank(object))
 	}
 	t.ticket, err = l.g.issue(store, l.m, ctxs, batchOptions{
-		layer: int32(layer), evacuate: store && l.g.store != nil, after: after, sums: &l.params, active: t.active, ordinals: ordinals,
+		layer: int32(layer), evacuate: store && l.g.store != nil, after: after, sums: &l.params, active: t.active,
+		ordinals: ordinals,
 	})
 	if err != nil {
 		if t.zeros != nil {

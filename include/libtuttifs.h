@@ -59,6 +59,7 @@ enum tuttifs_error {
 	TUTTIFS_EBADMSG = 74,      /* the pool's identity is incomplete or not understood */
 	TUTTIFS_EILSEQ = 84,       /* checksum mismatch */
 	TUTTIFS_ENOTSUP = 95,      /* not with this executor */
+	TUTTIFS_ENOBUFS = 105,     /* the store buffer is full, and the session refuses then: store later, or not at all */
 	TUTTIFS_ETIMEDOUT = 110,   /* the deadline passed */
 	TUTTIFS_EINPROGRESS = 115, /* another engine is storing one of these keys */
 	TUTTIFS_ESTALE = 116,      /* daemon or session is gone: close everything and open the mount again */
@@ -97,6 +98,7 @@ int tuttifs_close(tuttifs_mount_t mount);
 #define TUTTIFS_GPU 1u      /* the GPU builds the commands; without it the CPU is the executor */
 #define TUTTIFS_GPU_AUTO 2u /* with TUTTIFS_GPU: the CPU, where there is no driver or no GPU */
 #define TUTTIFS_POLLING 4u  /* with TUTTIFS_GPU: polling kernels instead of the ring. A baseline, not for use */
+#define TUTTIFS_STORE_REFUSE 8u /* with store_bytes: a full buffer is TUTTIFS_ENOBUFS; otherwise a store waits for room */
 
 /* Zero fields take defaults: those of the CPU executor / of the GPU. */
 struct tuttifs_session_options {
@@ -105,14 +107,21 @@ struct tuttifs_session_options {
 	const char *device;      /* the GPU: ordinal, PCI bus address or UUID ("GPU-..."). NULL: "0" */
 	uint32_t lanes;          /* sets of queue pairs, one chunk in flight each: 4 / 8 */
 	uint32_t depth;          /* entries of a queue, a power of two: 256 / 1024 */
-	uint64_t dma_bytes;      /* host memory that controllers reach: 256 MiB / 16 MiB more than bounce_bytes */
+	uint64_t dma_bytes;      /* host memory that controllers reach: 256 MiB / 16 MiB more than bounce_bytes; and both
+	                            more by store_bytes */
 	uint64_t bounce_bytes;   /* of it, for memory that they do not reach: 64 MiB */
 	uint64_t staging_bytes;  /* device memory that transfers pass through: - / 256 MiB */
 	uint64_t arena_bytes;    /* of metadata batches: 1 MiB. Ranks that join each other's reservations use equal ones */
 	uint32_t chunk_commands; /* most commands of a chunk, 0: the executor's choice */
 	uint32_t deadline_ms;    /* of every wait: 30,000 */
-	uint64_t reserved[4];
+	uint64_t store_bytes;    /* of dma_bytes, 16 MiB or more: the store buffer. 0: none */
+	uint64_t reserved[3];
 };
+
+/* With a store buffer, what is stored leaves its blocks for it at once, and goes to the drives from there when they have
+ * time: when nothing is to be read, or regardless when the buffer is more than three quarters full. It has lanes of its
+ * own, beside lanes, so that writes delay no read. A mount bounds a process's dma_bytes (8 GiB); TUTTIFS_EINVAL says so.
+ * Not with TUTTIFS_POLLING. */
 
 /* Makes a session, whose first member this process is. options may be NULL. Waits for the daemon. */
 int tuttifs_session_create(tuttifs_mount_t mount, const struct tuttifs_session_options *options,
@@ -148,6 +157,20 @@ struct tuttifs_session_stats {
 	uint64_t device_bytes;              /* device memory in use, registrations included */
 };
 int tuttifs_session_stats(tuttifs_session_t session, struct tuttifs_session_stats *stats);
+
+/* What a session's store buffer holds and has done; all 0 where there is none. */
+struct tuttifs_store_stats {
+	uint32_t size;   /* in: sizeof */
+	uint32_t refuse; /* 1: TUTTIFS_STORE_REFUSE */
+	uint64_t bytes;  /* of the buffer */
+	uint64_t fill, peak;                   /* bytes taken, now and at most */
+	uint64_t objects, object_bytes;        /* that the drives do not have yet */
+	uint64_t oldest_ns;                    /* how long the oldest has been there */
+	uint64_t stored_objects, stored_bytes; /* that came through it */
+	uint64_t refused;                      /* layers */
+	uint64_t blocked_ns;                   /* in which a store waited for room */
+};
+int tuttifs_store_stats(tuttifs_session_t session, struct tuttifs_store_stats *stats);
 
 /* Ends what is in flight, leaves the session, and closes everything made from it. Registered memory is no longer used
  * afterwards; memory of tuttifs_session_dma is gone. */
@@ -360,7 +383,9 @@ int tuttifs_retrieve_layer(tuttifs_layers_t layers, uint16_t layer, tuttifs_even
                            tuttifs_transfer_t *transfer);
 
 /* Begins to store a layer of all slots from their blocks. after, where not NULL, was recorded behind the work that
- * produces them. The blocks are left alone until tuttifs_wait, or on the device by what tuttifs_wait_on holds back. */
+ * produces them. The blocks are left alone until tuttifs_wait, or on the device by what tuttifs_wait_on holds back. With a
+ * store buffer that is until they have been copied into it: with the CPU executor before the function returns, which may
+ * wait for room. TUTTIFS_ENOBUFS: there is none (TUTTIFS_STORE_REFUSE), and nothing of the layer was stored. */
 int tuttifs_store_layer(tuttifs_layers_t layers, uint16_t layer, tuttifs_event_t after, tuttifs_transfer_t *transfer);
 
 /* The same for flat memory: object j of slot i begins at offsets[i * n + j], n objects of the layer and rank. */
@@ -376,19 +401,21 @@ int tuttifs_store_layer_at(tuttifs_layers_t layers, uint16_t layer, tuttifs_memo
  * stream is then not used. Slots that fail hold zeros; tuttifs_failed tells after tuttifs_wait. */
 int tuttifs_wait_on(tuttifs_transfer_t transfer, tuttifs_stream_t stream);
 
-/* Waits until a transfer is complete and verified (a store: on the drives) and gives it back, whatever it returns. An
- * error is for the whole: a slot that fails alone is for tuttifs_failed. */
+/* Waits until a transfer is complete and verified (a store: on the drives, or in the store buffer) and gives it back,
+ * whatever it returns. An error is for the whole: a slot that fails alone is for tuttifs_failed. */
 int tuttifs_wait(tuttifs_transfer_t transfer);
 
-/* Writes the trailers of a store, once every layer has been waited for. Commit may follow when it returns 0. */
+/* Writes the trailers of a store, once every layer has been waited for. Commit may follow when it returns 0. With a store
+ * buffer it waits first until the drives have the layers, and tells what of them failed; so it takes until they have time. */
 int tuttifs_finish(tuttifs_layers_t layers);
 
 /* One result a slot, 0 or a negative code: codes has room for count of them, the count of tuttifs_layers_open. The last
  * error's text is the first failed slot's, although the call succeeds. *failed is how many failed; it may be NULL. The
- * answer is complete when all transfers have been waited for: ask then, before the layers are closed. */
+ * answer is complete when all transfers have been waited for (a store's with a store buffer: after tuttifs_finish): ask
+ * then, before the layers are closed. */
 int tuttifs_failed(tuttifs_layers_t layers, int32_t *codes, uint64_t count, uint64_t *failed);
 
-/* Waits for what is in flight and gives the layers back, and their transfers. */
+/* Waits for what is in flight, in the store buffer too, and gives the layers back, and their transfers. */
 int tuttifs_layers_close(tuttifs_layers_t layers);
 
 #ifdef __cplusplus

@@ -37,6 +37,7 @@ var codes = []struct {
 	{engine.ErrReadOnly, C.TUTTIFS_EROFS}, {engine.ErrNotFound, C.TUTTIFS_ENOENT},
 	{engine.ErrExists, C.TUTTIFS_EEXIST}, {engine.ErrIdentity, C.TUTTIFS_EBADMSG},
 	{engine.ErrIncomplete, C.TUTTIFS_ENODATA}, {gio.ErrIncomplete, C.TUTTIFS_ENODATA},
+	{gio.ErrStoreBuffer, C.TUTTIFS_ENOBUFS},
 	{gio.ErrTimeout, C.TUTTIFS_ETIMEDOUT}, {gio.ErrChecksum, C.TUTTIFS_EILSEQ}, {gio.ErrUnmapped, C.TUTTIFS_ENOENT},
 	{gio.ErrMemory, C.TUTTIFS_ENOMEM}, {gio.ErrBusy, C.TUTTIFS_EBUSY}, {gio.ErrInvalid, C.TUTTIFS_EINVAL},
 	{engine.ErrInvalid, C.TUTTIFS_EINVAL}, {stripe.ErrGeometry, C.TUTTIFS_EINVAL},

@@ -70,7 +70,10 @@ func goClose(mount C.uintptr_t, text *C.char) C.int {
 }
 
 // sessionFlags are those that there are.
-const sessionFlags = C.TUTTIFS_GPU | C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING
+const sessionFlags = C.TUTTIFS_GPU | C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING | C.TUTTIFS_STORE_REFUSE
+
+// gpuFlags are those that mean something with a GPU only.
+const gpuFlags = C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING
 
 // cpuBounceBytes lets any host memory be registered with the CPU executor.
 const cpuBounceBytes = 64 << 20
@@ -84,15 +87,15 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 	if err := sized(unsafe.Pointer(o), o.size, unsafe.Sizeof(*o), "tuttifs_session_options"); err != nil {
 		return e, err
 	}
-	if o.flags&^sessionFlags != 0 || o.reserved != [4]C.uint64_t{} {
+	if o.flags&^sessionFlags != 0 || o.reserved != [3]C.uint64_t{} {
 		return e, fmt.Errorf("%w: unknown flags %#x or reserved fields of tuttifs_session_options",
 			engine.ErrInvalid, uint32(o.flags))
 	}
-	if o.flags&C.TUTTIFS_GPU == 0 && (o.flags != 0 || o.device != nil || o.staging_bytes != 0) {
+	if o.flags&C.TUTTIFS_GPU == 0 && (o.flags&gpuFlags != 0 || o.device != nil || o.staging_bytes != 0) {
 		return e, fmt.Errorf("%w: a device, staging memory or flags for a GPU, without TUTTIFS_GPU", engine.ErrInvalid)
 	}
 	for _, n := range []C.uint64_t{o.dma_bytes, o.bounce_bytes, o.staging_bytes, o.arena_bytes, C.uint64_t(o.lanes),
-		C.uint64_t(o.depth), C.uint64_t(o.chunk_commands)} {
+		C.uint64_t(o.depth), C.uint64_t(o.chunk_commands), o.store_bytes} {
 		if n > 1<<40 {
 			return e, fmt.Errorf("%w: %d in tuttifs_session_options", engine.ErrInvalid, uint64(n))
 		}
@@ -100,7 +103,10 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 	e = engine.SessionOptions{
 		Lanes: int(o.lanes), Depth: int(o.depth), DMABytes: int(o.dma_bytes), BounceBytes: int(o.bounce_bytes),
 		ArenaBytes: int(o.arena_bytes), ChunkCommands: int(o.chunk_commands),
-		Deadline: time.Duration(o.deadline_ms) * time.Millisecond,
+		Deadline: time.Duration(o.deadline_ms) * time.Millisecond, StoreBytes: int(o.store_bytes),
+	}
+	if o.flags&C.TUTTIFS_STORE_REFUSE != 0 {
+		e.StorePolicy = gio.StoreRefuse
 	}
 	if o.flags&C.TUTTIFS_GPU != 0 {
 		e.GPU = &engine.GPUOptions{StagingBytes: int(o.staging_bytes), Auto: o.flags&C.TUTTIFS_GPU_AUTO != 0,
@@ -230,6 +236,31 @@ func goSessionStats(h C.uintptr_t, out *C.struct_tuttifs_session_stats, text *C.
 			stats.io_thread_ns, stats.device_bytes = C.uint64_t(g.CPUNanos), C.uint64_t(g.DeviceBytes)
 		}
 		*out = stats
+		return nil
+	})
+}
+
+//export goStoreStats
+func goStoreStats(h C.uintptr_t, out *C.struct_tuttifs_store_stats, text *C.char) C.int {
+	return call(text, func() error {
+		s, release, err := holdSession(uintptr(h))
+		if err != nil {
+			return err
+		}
+		defer release()
+		if out == nil {
+			return null("stats")
+		}
+		if err := sized(unsafe.Pointer(out), out.size, unsafe.Sizeof(*out), "tuttifs_store_stats"); err != nil {
+			return err
+		}
+		b := s.Ring().StoreStats()
+		*out = C.struct_tuttifs_store_stats{
+			size: out.size, refuse: C.uint32_t(b.Policy), bytes: C.uint64_t(b.Size), fill: C.uint64_t(b.Fill),
+			peak: C.uint64_t(b.Peak), objects: C.uint64_t(b.Objects), object_bytes: C.uint64_t(b.Bytes),
+			oldest_ns: C.uint64_t(b.OldestNanos), stored_objects: C.uint64_t(b.StoredObjects),
+			stored_bytes: C.uint64_t(b.StoredBytes), refused: C.uint64_t(b.Refused), blocked_ns: C.uint64_t(b.BlockedNanos),
+		}
 		return nil
 	})
 }

@@ -104,6 +104,11 @@ API int tuttifs_session_stats(tuttifs_session_t session, struct tuttifs_session_
 	return GO(goSessionStats, H(session), stats);
 }
 
+API int tuttifs_store_stats(tuttifs_session_t session, struct tuttifs_store_stats *stats)
+{
+	return GO(goStoreStats, H(session), stats);
+}
+
 API int tuttifs_session_close(tuttifs_session_t session) { return GO(goSessionClose, H(session)); }
 
 API int tuttifs_pool_open(tuttifs_session_t session, const struct tuttifs_pool_options *options, tuttifs_pool_t *pool)

@@ -26,7 +26,7 @@ class Sized(C.Structure):
 class SessionOptions(Sized):
     _fields_ = [("size", u32), ("flags", u32), ("device", cp), ("lanes", u32), ("depth", u32), ("dma_bytes", u64),
                 ("bounce_bytes", u64), ("staging_bytes", u64), ("arena_bytes", u64), ("chunk_commands", u32),
-                ("deadline_ms", u32), ("reserved", u64 * 4)]
+                ("deadline_ms", u32), ("store_bytes", u64), ("reserved", u64 * 3)]
 
 
 class SessionStats(Sized):

@@ -195,7 +195,8 @@ func (r *Rig) device() Device { return r.subject.Device(r.Ring) }
 // NewRig builds drives, controllers, map and executor; everything is taken down with the test.
 func NewRig(t testing.TB, subject *Subject, shape Shape) *Rig {
 	t.Helper()
-	r := &Rig{Shape: shape.withDefaults().withStore(subject), t: t, subject: subject, random: shape.Random, stop: make(chan struct{})}
+	r := &Rig{Shape: shape.withDefaults().withStore(subject), t: t, subject: subject, random: shape.Random,
+		stop: make(chan struct{})}
 	if r.random == nil {
 		r.random = subject.source(t, 0)
 	}
@@ -204,7 +205,8 @@ func NewRig(t testing.TB, subject *Subject, shape Shape) *Rig {
 	c := gio.RingConfig{
 		DMA: r.dma, DMABase: dmaBase, BounceBytes: r.Shape.BounceBytes, SGL: r.Shape.SGL,
 		ChunkCommands: r.Shape.ChunkCommands, Deadline: r.Shape.Deadline, Armed: &r.armed, Wake: &r.wake,
-		Quiesce: r.quiesce, Reattach: r.reattach, StoreBytes: r.Shape.StoreBytes, StorePolicy: r.Shape.StorePolicy,
+		Quiesce: r.quiesce, Reattach: r.reattach,
+		StoreBytes: r.Shape.StoreBytes, StorePolicy: r.Shape.StorePolicy,
 	}
 	for l := range r.Shape.Lanes {
 		c.Lanes = append(c.Lanes, r.laneQueues(l))

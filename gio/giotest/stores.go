@@ -240,8 +240,8 @@ func runFull(t *testing.T, s *Subject, w way, policy gio.StorePolicy) {
 	r.a.check(1, nil)
 }
 
-// testDeferredEnds: Close and Abandon end deferred writes and what waits for them or for room, and after a Close nothing
-// of them lands.
+// testDeferredEnds: Close and Abandon end deferred writes and what waits for them or for room, and after a Close
+// nothing of them lands.
 func testDeferredEnds(t *testing.T, s *Subject) {
 	eachStore(t, s, func(t *testing.T, w way) {
 		if w.stepped {

@@ -132,6 +132,8 @@ static void join(struct rank *r, uint16_t number, const char *path, const uint8_
 	    .bounce_bytes = 1 << 20, .deadline_ms = 20000};
 	*r = (struct rank){.number = number};
 	OK(tuttifs_open(path, &r->mount));
+	if (number == 1) /* one rank stores by way of a store buffer */
+		options.store_bytes = 16 << 20, options.dma_bytes += 16 << 20;
 	if (token)
 		OK(tuttifs_session_join(r->mount, token, &options, &r->session));
 	else
@@ -180,6 +182,12 @@ static void store(struct rank *r, const struct tuttifs_lease *leases, int n)
 	OK(tuttifs_finish(layers));
 	OK(tuttifs_layers_close(layers));
 	REFUSED(TUTTIFS_EBADF, tuttifs_layers_close(layers));
+	struct tuttifs_store_stats stats = {.size = sizeof stats};
+	OK(tuttifs_store_stats(r->session, &stats));
+	CHECK(stats.bytes == (r->number == 1 ? 16 << 20 : 0) && stats.refuse == 0 && stats.fill == 0 && stats.objects == 0);
+	CHECK((stats.stored_objects >= (uint64_t)n * CLASSES) == (r->number == 1));
+	stats.size--;
+	REFUSED(TUTTIFS_EINVAL, tuttifs_store_stats(r->session, &stats));
 }
 
 static void compare(struct rank *r, int n)
@@ -375,6 +383,13 @@ static void options(tuttifs_mount_t mount)
 	o.flags = 0, o.size = sizeof o - 8;
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
 	o.size = sizeof o, o.bounce_bytes = UINT64_MAX;
+	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	o = (struct tuttifs_session_options){.size = sizeof o, .store_bytes = 4096};
+	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	o.store_bytes = 1ull << 36; /* more than a mount gives */
+	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	CHECK(strstr(tuttifs_last_error(), "the mount gives a process at most"));
+	o.store_bytes = 0, o.flags = TUTTIFS_STORE_REFUSE;
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
 	REFUSED(TUTTIFS_ESTALE, tuttifs_session_join(mount, token, NULL, &none));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_join(mount, NULL, NULL, &none));

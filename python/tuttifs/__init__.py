@@ -14,11 +14,11 @@ from .contentkeys import Media, keys
 from .errors import (AgainError, BusyError, ChecksumError, ClosedError, Code, DefectError, DriveError, Error, ExistsError,
                      ForkedError, IdentityError, IncompleteError, InvalidError, NoDeviceError, NoMemoryError,
                      NoSpaceError, NotFoundError, NotMountedError, NotSupportedError, PendingError, QuotaError,
-                     ReadOnlyError, StaleError, TimedOutError)
+                     ReadOnlyError, StaleError, StoreBufferError, TimedOutError)
 from .layers import Layers, Transfer
 from .layout import Class, Object, Paged, Run, StridedRun
 from .leases import Lease, Leases, Pinned, Reservation, Status
-from .store import Memory, Pool, PoolStats, Session, SessionStats, Store
+from .store import Memory, Pool, PoolStats, Session, SessionStats, Store, StoreStats
 
 __version__ = "0.1"
 
@@ -27,7 +27,8 @@ __all__ = [
     "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError", "Layers", "Lease", "Leases", "Media",
     "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError", "NotFoundError", "NotMountedError", "NotSupportedError",
     "Object", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError", "ReadOnlyError", "Reservation", "Run",
-    "Session", "SessionStats", "StaleError", "Status", "Store", "StridedRun", "TimedOutError", "Transfer", "binary", "keys",
+    "Session", "SessionStats", "StaleError", "Status", "Store", "StoreBufferError", "StoreStats", "StridedRun",
+    "TimedOutError", "Transfer", "binary", "keys",
 ]
 
 

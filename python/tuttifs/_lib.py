@@ -35,13 +35,19 @@ class Sized(C.Structure):
 class SessionOptions(Sized):
     _fields_ = [("size", u32), ("flags", u32), ("device", cp), ("lanes", u32), ("depth", u32), ("dma_bytes", u64),
                 ("bounce_bytes", u64), ("staging_bytes", u64), ("arena_bytes", u64), ("chunk_commands", u32),
-                ("deadline_ms", u32), ("reserved", u64 * 4)]
+                ("deadline_ms", u32), ("store_bytes", u64), ("reserved", u64 * 3)]
 
 
 class SessionStats(Sized):
     _fields_ = [("size", u32), ("gpu", u32), ("lanes", u32), ("reserved", u32)] + [(n, u64) for n in (
         "commands", "bytes_read", "bytes_written", "chunks", "builds", "harvests", "gathers", "checksum_failures",
         "timeouts", "io_thread_ns", "device_bytes")]
+
+
+class StoreStats(Sized):
+    _fields_ = [("size", u32), ("refuse", u32)] + [(n, u64) for n in (
+        "bytes", "fill", "peak", "objects", "object_bytes", "oldest_ns", "stored_objects", "stored_bytes", "refused",
+        "blocked_ns")]
 
 
 class PoolStats(Sized):
@@ -96,7 +102,7 @@ class Item(C.Structure):
 FUNCTIONS = {
     "open": [cp, vp], "close": [vp], "session_create": [vp, vp, vp], "session_join": [vp, vp, vp, vp],
     "session_token": [vp, vp], "session_describe": [vp, vp, u64], "session_dma": [vp, vp, vp],
-    "session_stats": [vp, vp], "session_close": [vp], "pool_open": [vp, vp, vp], "pool_close": [vp],
+    "session_stats": [vp, vp], "store_stats": [vp, vp], "session_close": [vp], "pool_open": [vp, vp, vp], "pool_close": [vp],
     "pool_stats": [vp, vp], "register_host": [vp, vp, u64, u32, vp], "register_device": [vp, u64, u64, vp],
     "register_paged": [vp, vp, vp], "memory_cost": [vp, vp], "unregister": [vp], "keys": [vp, vp, u64, vp, vp],
     "peek": [vp, u32, vp, u64, vp], "pin": [vp, u32, u64, vp, u64, vp, vp], "release": [vp, u64],

@@ -26,6 +26,7 @@ class Code(enum.IntEnum):
     EBADMSG = 74
     EILSEQ = 84
     ENOTSUP = 95
+    ENOBUFS = 105
     ETIMEDOUT = 110
     EINPROGRESS = 115
     ESTALE = 116
@@ -150,6 +151,12 @@ class NotSupportedError(Error):
     """ENOTSUP: not with this executor."""
 
     default = Code.ENOTSUP
+
+
+class StoreBufferError(Error):
+    """ENOBUFS: the store buffer is full, and the session refuses then: store later, or not at all."""
+
+    default = Code.ENOBUFS
 
 
 class TimedOutError(Error, TimeoutError):

@@ -66,8 +66,8 @@ class Store(Closing):
         device: the executor, and where registered tensors are: "cpu"; "cuda", "cuda:1", a `torch.device` or an ordinal; a
             GPU's PCI bus address or UUID.
         auto: with a GPU: take the CPU where there is no driver or no GPU.
-        options: lanes, depth, dma_bytes, bounce_bytes, staging_bytes, arena_bytes, chunk_commands, deadline_ms as in
-            include/libtuttifs.h; 0 or left out for the defaults.
+        options: lanes, depth, dma_bytes, bounce_bytes, staging_bytes, arena_bytes, chunk_commands, deadline_ms, store_bytes
+            as in include/libtuttifs.h; 0 or left out for the defaults.
         """
         return Session(self, None, device, auto, options)
 
@@ -117,6 +117,22 @@ class SessionStats:
     device_bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class StoreStats:
+    """What a session's store buffer (option `store_bytes`) holds and has done; all 0 where there is none."""
+
+    bytes: int  # of the buffer
+    fill: int  # bytes taken
+    peak: int  # at most
+    objects: int  # that the drives do not have yet
+    object_bytes: int
+    oldest_ns: int  # how long the oldest has been there
+    stored_objects: int  # that came through it
+    stored_bytes: int
+    refused: int  # layers
+    blocked_ns: int  # in which a store waited for room
+
+
 def _device(device: Any, auto: bool) -> Dict[str, Any]:
     name = str(device)
     if name == "cpu":
@@ -137,7 +153,7 @@ class Session(Closing):
     def __init__(self, store: Store, token: Optional[bytes], device: Any, auto: bool, options: Mapping[str, int]) -> None:
         self._lib = store._lib
         unknown = set(options) - {"lanes", "depth", "dma_bytes", "bounce_bytes", "staging_bytes", "arena_bytes",
-                                  "chunk_commands", "deadline_ms"}
+                                  "chunk_commands", "deadline_ms", "store_bytes"}
         if unknown:
             raise TypeError(f"unknown options of a session: {', '.join(sorted(unknown))}")
         o = _lib.SessionOptions(**options, **_device(device, auto))
@@ -170,6 +186,12 @@ class Session(Closing):
         self._lib.session_stats(self._h, C.byref(s))
         values = {f.name: getattr(s, f.name) for f in dataclasses.fields(SessionStats)}
         return SessionStats(**{**values, "gpu": bool(values["gpu"])})
+
+    def store_stats(self) -> StoreStats:
+        """What the store buffer holds and has done since the session was made."""
+        s = _lib.StoreStats()
+        self._lib.store_stats(self._h, C.byref(s))
+        return StoreStats(**{f.name: getattr(s, f.name) for f in dataclasses.fields(StoreStats)})
 
     def dma(self) -> memoryview:
         """Memory that controllers reach directly, for host buffers: writable bytes, `numpy.frombuffer` takes them.
