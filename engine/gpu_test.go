@@ -25,6 +25,8 @@ func TestSessionDefaults(t *testing.T) {
 	require.Zero(t, asked.StagingBytes, "the caller's own stay as they are")
 	auto := SessionOptions{GPU: asked}.withDefaults(false)
 	require.Equal(t, 64<<20, auto.BounceBytes, "what a GPU session can register, its CPU stand-in can")
+	stores := SessionOptions{StoreBytes: 64 << 20, GPU: asked}.withDefaults(true)
+	require.Equal(t, 144<<20, stores.DMABytes)
 	own := SessionOptions{GPU: &GPUOptions{StagingBytes: 5}, Lanes: 1, Depth: 2, BounceBytes: 3, DMABytes: 4}
 	require.Equal(t, own, func() SessionOptions {
 		o := own.withDefaults(true)
@@ -32,7 +34,9 @@ func TestSessionDefaults(t *testing.T) {
 		return o
 	}())
 	for _, bad := range []SessionOptions{{Lanes: -1}, {BounceBytes: 2, DMABytes: 1},
-		{GPU: &GPUOptions{StagingBytes: -1}}, {GPU: &GPUOptions{PollSMs: -1}}} {
+		{GPU: &GPUOptions{StagingBytes: -1}}, {GPU: &GPUOptions{PollSMs: -1}}, {StoreBytes: -1}, {StoreBytes: 1 << 20},
+		{StoreBytes: StoreLeast + 1}, {StorePolicy: gio.StoreRefuse}, {StoreBytes: StoreLeast, StorePolicy: 7},
+		{StoreBytes: StoreLeast, DMABytes: StoreLeast - 1}} {
 		require.ErrorIs(t, bad.validate(), ErrInvalid)
 	}
 }

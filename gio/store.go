@@ -232,6 +232,9 @@ func (s *storeBuffer) wait(n int) (place, error) {
 	defer timer.Stop()
 	for {
 		p, ok, err := s.take(n)
+		if err != nil {
+			s.unblock()
+		}
 		if ok || err != nil {
 			return p, err
 		}

@@ -19,7 +19,8 @@ func TestRing(t *testing.T) {
 // stored are the tests that a store buffer may change something about.
 var stored = []string{
 	"Layers", "LayerDamage", "LayerMisuse", "LayerTimeouts", "HeldWrites", "HeldTrailers", "Concurrent", "Closed",
-	"DeadDaemon", "DeafDaemon", "DeferredFaults", "DeferredHeld", "DeferredEnds", "DeferredQuarantine", "StoreFull",
+	"DeadDaemon", "DeafDaemon", "DeferredFaults", "DeferredHeld", "DeferredEnds", "DeferredClose",
+	"DeferredQuarantine", "StoreFull",
 }
 
 // paced are those with a pacer.

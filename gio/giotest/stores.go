@@ -177,6 +177,18 @@ func testDeferredHeld(t *testing.T, s *Subject) {
 	})
 }
 
+// testDeferredClose: layers that are closed without Finish leave nothing in the buffer, and nothing on its way.
+func testDeferredClose(t *testing.T, s *Subject) {
+	eachStore(t, s, func(t *testing.T, w way) {
+		r := newLayerRig(t, s, w, w.shape(), 0)
+		l := r.evacuate(1)
+		l.Close()
+		r.checkEmptied()
+		require.Equal(t, make([]error, len(r.slots)), l.Failed())
+		r.a.onMedium(1)
+	})
+}
+
 // testStoreFull: without room a store waits or is refused, as the policy says, and goes on when there is room again.
 func testStoreFull(t *testing.T, s *Subject) {
 	eachStore(t, s, func(t *testing.T, w way) {

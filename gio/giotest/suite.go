@@ -51,6 +51,7 @@ func Run(t *testing.T, s Subject) {
 		{"DeferredFaults", testDeferredFaults},
 		{"DeferredHeld", testDeferredHeld},
 		{"DeferredEnds", testDeferredEnds},
+		{"DeferredClose", testDeferredClose},
 		{"DeferredQuarantine", testDeferredQuarantine},
 		{"StoreFull", testStoreFull},
 		{"PacedWrites", testPacedWrites},
