@@ -124,6 +124,8 @@ func gpuParts() []gpuPart {
 		{"restore", "layers of 32-, 64- and 128-KiB objects to a paged pool", (*gpuBench).restore, true},
 		{"store", "the way back", (*gpuBench).store, true},
 		{"compute", "transfers beside a GEMM and beside an attention prefill", (*gpuBench).compute, true},
+		{"backlog", "restores while stores never end, with phases of the drives and a store buffer and without",
+			(*gpuBench).backlog, true},
 		{"decode", "restore beside decode-like steps", (*gpuBench).decode, true},
 		{"commands", "commands a second, empty and of 4 KiB", (*gpuBench).commands, false},
 		{"cpu", "CPU time of the I/O thread and of the pollers", (*gpuBench).cpu, false},

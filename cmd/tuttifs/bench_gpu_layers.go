@@ -4,6 +4,8 @@ import (
 	"errors"
 	"fmt"
 	"time"
+
+	"tuttifs/cuda"
 )
 
 // Bars of the layer verbs, GB/s.
@@ -63,7 +65,11 @@ func (s *gpuSample) cpuMicros() float64 {
 }
 
 // sample streams for a time.
-func (r *gpuRig) sample(write, sums bool, period time.Duration) (s gpuSample, err error) {
+func (r *gpuRig) sample(write, sums bool, period time.Duration) (gpuSample, error) {
+	return r.sampleLayers(r.allLayers(), write, sums, period)
+}
+
+func (r *gpuRig) sampleLayers(span gpuSpan, write, sums bool, period time.Duration) (s gpuSample, err error) {
 	layers, err := r.openLayers(write, sums)
 	if err != nil {
 		return s, err
@@ -72,7 +78,7 @@ func (r *gpuRig) sample(write, sums bool, period time.Duration) (s gpuSample, er
 		defer layers.Close()
 	}
 	begin, before, poller, busy := time.Now(), r.ring.Stats(), r.pollerTime(), r.busyTime()
-	s.bytes, s.layers, err = r.stream(write, layers, lasting(begin, period))
+	s.bytes, s.layers, err = r.streamLayers(span, write, layers, lasting(begin, period))
 	s.seconds = time.Since(begin).Seconds()
 	s.poller, s.busy = r.pollerTime()-poller, r.busyTime()-busy
 	after := r.ring.Stats()
@@ -111,10 +117,13 @@ func (b *gpuBench) storeOnce(r *gpuRig, sums bool) error {
 }
 
 // refill gives the pool other bytes than it and the drives ever had.
-func (b *gpuBench) refill(r *gpuRig) error {
+func (b *gpuBench) refill(r *gpuRig) error { return b.refillLayers(r, r.allLayers()) }
+
+func (b *gpuBench) refillLayers(r *gpuRig, span gpuSpan) error {
 	b.salt++
-	n := uint64(r.image.shape.layerBytes() * r.image.shape.layers)
-	return r.gpu.fillDevice(r.pool, n, 1<<60|b.salt<<40, ^uint64(0), 0)
+	layer := r.image.shape.layerBytes()
+	at := r.pool + cuda.Pointer(span.first*layer)
+	return r.gpu.fillDevice(at, uint64(span.count*layer), 1<<60|b.salt<<40, ^uint64(0), 0)
 }
 
 // every moves each layer once.

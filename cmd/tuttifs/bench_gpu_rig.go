@@ -13,6 +13,7 @@ import (
 	"tuttifs/gio"
 	"tuttifs/nvme"
 	"tuttifs/nvme/emu"
+	"tuttifs/phase"
 )
 
 // gpuSetup is a ring and what it serves. Sizes that are zero are those of the flags.
@@ -22,6 +23,8 @@ type gpuSetup struct {
 	lanes   int
 	bounce  int
 	depth   int
+	store   int            // bytes of the store buffer, which has lanes of its own
+	phases  *phase.Options // of the drives' reads and writes; nil: nothing is kept apart or counted
 	change  func(c *gio.GPUConfig)
 }
 
@@ -36,6 +39,7 @@ type gpuRig struct {
 	ctxs   [][]gio.IOCTX
 	polls  []*gpuPoller
 	drives []*emu.Controller
+	phases []*phase.Token // of the drives, if there are any
 	queues []*emu.Queue
 	mapped [][]byte
 	armed  uint32
@@ -84,6 +88,9 @@ func (b *gpuBench) newRig(gpu *gpuDevice, image *gpuImage, s gpuSetup) (r *gpuRi
 	return r, r.makePool()
 }
 
+// gpuStoreLanes are those of a store buffer.
+const gpuStoreLanes = 2
+
 // queueDepth is of queues for objects of many KiB.
 const queueDepth = 1024
 
@@ -95,20 +102,28 @@ const gpuDeadline = 10 * time.Second
 
 // lanes makes queues and DMA memory.
 func (r *gpuRig) lanes(s gpuSetup) (c gio.RingConfig, err error) {
-	controllers, err := r.image.volume.controllers(s.inOrder)
+	if s.phases != nil {
+		for range r.image.volume.drives {
+			r.phases = append(r.phases, phase.New(*s.phases))
+		}
+	}
+	controllers, err := r.image.volume.controllers(s.inOrder, r.phases)
 	if err != nil {
 		return c, err
 	}
 	r.drives = controllers
-	dma, err := r.mmap(s.bounce + s.bounce/64&^4095 + gpuDMAExtra)
+	dma, err := r.mmap(s.bounce + s.store + (s.bounce+s.store)/64&^4095 + gpuDMAExtra)
 	if err != nil {
 		return c, err
 	}
 	c = gio.RingConfig{
-		DMA: dma, DMABase: benchDMABase, BounceBytes: s.bounce, SGL: !s.prp,
+		DMA: dma, DMABase: benchDMABase, BounceBytes: s.bounce, StoreBytes: s.store, SGL: !s.prp,
 		Armed: &r.armed, Wake: &r.wake, Quiesce: r.quiesce, Deadline: gpuDeadline,
 	}
-	for range s.lanes {
+	if s.store > 0 {
+		c.StoreLanes = gpuStoreLanes
+	}
+	for range s.lanes + c.StoreLanes {
 		var lane []gio.Queue
 		for i, controller := range controllers {
 			q, err := r.attach(controller, dma, s.depth)
@@ -298,16 +313,26 @@ func (r *gpuRig) openLayers(write, sums bool) (gio.Layers, error) {
 	return layers, nil
 }
 
+// gpuSpan is some layers.
+type gpuSpan struct{ first, count int }
+
+func (r *gpuRig) allLayers() gpuSpan { return gpuSpan{0, r.image.shape.layers} }
+
 // stream moves layer after layer, some of them in flight, until more says no: by the layer verbs, or by plain batches
-// where layers is nil. It returns the payload moved; layers 0 up to done, at least, were all moved.
+// where layers is nil. It returns the payload moved; done layers, at least, were all moved.
 func (r *gpuRig) stream(write bool, layers gio.Layers, more func() bool) (n, done int, err error) {
+	return r.streamLayers(r.allLayers(), write, layers, more)
+}
+
+// streamLayers does so with some layers only. Done counts from the first of them.
+func (r *gpuRig) streamLayers(span gpuSpan, write bool, layers gio.Layers, more func() bool) (n, done int, err error) {
 	var flying []func() error
 	wait := func() error {
 		err := flying[0]()
 		flying = flying[1:]
 		if err == nil {
 			n += r.image.shape.layerBytes()
-			done = min(done+1, r.image.shape.layers)
+			done = min(done+1, span.count)
 		}
 		return err
 	}
@@ -319,8 +344,8 @@ func (r *gpuRig) stream(write bool, layers gio.Layers, more func() bool) (n, don
 			err = firstError(layers.Failed())
 		}
 	}()
-	for layer := 0; more(); layer = (layer + 1) % r.image.shape.layers {
-		finish, err := r.issue(write, layers, layer)
+	for i := 0; more(); i = (i + 1) % span.count {
+		finish, err := r.issue(write, layers, span.first+i)
 		if err != nil {
 			return n, done, err
 		}
@@ -355,10 +380,12 @@ func (r *gpuRig) issue(write bool, layers gio.Layers, layer int) (finish func() 
 }
 
 // verify compares the first layers of the pool with the drives.
-func (b *gpuBench) verify(r *gpuRig, layers int) error {
+func (b *gpuBench) verify(r *gpuRig, layers int) error { return b.verifyLayers(r, gpuSpan{0, layers}) }
+
+func (b *gpuBench) verifyLayers(r *gpuRig, span gpuSpan) error {
 	shape := &r.image.shape
 	memory := b.scratch.Bytes[:shape.layerBytes()]
-	for layer := range layers {
+	for layer := span.first; layer < span.first+span.count; layer++ {
 		if err := r.gpu.read(memory, r.pool+cuda.Pointer(layer*shape.layerBytes())); err != nil {
 			return err
 		}

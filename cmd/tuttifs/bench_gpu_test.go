@@ -73,6 +73,15 @@ func TestBenchGPU(t *testing.T) {
 	}
 	require.Len(t, ways, 8, "%v", r.Notes)
 	require.Len(t, r.Decode, 5)
+	require.Len(t, r.Backlog, 4)
+	for _, row := range r.Backlog {
+		require.True(t, row.Verified)
+		require.Positive(t, row.Pairs)
+		require.Positive(t, row.Write)
+		if row.Phases {
+			require.Zero(t, row.Mixed)
+		}
+	}
 	require.GreaterOrEqual(t, len(r.Others), 10)
 	endToEnd := 0
 	for _, row := range r.Others {

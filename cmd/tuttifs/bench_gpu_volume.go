@@ -18,6 +18,7 @@ import (
 	"tuttifs/drivemodel"
 	"tuttifs/gio"
 	"tuttifs/nvme/emu"
+	"tuttifs/phase"
 	"tuttifs/stripe"
 )
 
@@ -218,12 +219,16 @@ func firstError(errs []error) error {
 	return nil
 }
 
-// controllers are virtual controllers in front of the drives.
-func (v *gpuVolume) controllers(inOrder bool) ([]*emu.Controller, error) {
+// controllers are virtual controllers in front of the drives, with their phases if there are any.
+func (v *gpuVolume) controllers(inOrder bool, phases []*phase.Token) ([]*emu.Controller, error) {
 	var all []*emu.Controller
 	for i, d := range v.drives {
-		c, err := emu.New(emu.Config{Drive: d, Medium: v.media[i], Index: uint16(i), SGL: true, InOrder: inOrder,
-			Serial: fmt.Sprintf("BENCH%d", i)})
+		config := emu.Config{Drive: d, Medium: v.media[i], Index: uint16(i), SGL: true, InOrder: inOrder,
+			Serial: fmt.Sprintf("BENCH%d", i)}
+		if phases != nil {
+			config.Phase = phases[i]
+		}
+		c, err := emu.New(config)
 		if err != nil {
 			return nil, err
 		}
