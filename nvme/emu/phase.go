@@ -74,9 +74,8 @@ func (p *Poller) admits(ph *drivePhase, opcode uint8, now time.Time) bool {
 	return ph.open[d]
 }
 
-// settle ends a step for all drives' phases.
-func (p *Poller) settle() {
-	var now time.Time
+// settle ends a step for all drives' phases. The time may be zero, and is asked for then.
+func (p *Poller) settle(now time.Time) {
 	for _, ph := range p.phases {
 		if !ph.Touched() {
 			continue

@@ -153,9 +153,13 @@ func (p *Poller) step() int {
 	if p.ring != nil {
 		p.ring.submit()
 	}
-	p.settle()
+	var end time.Time // asked for once, and only where it is needed
 	if busy > 0 {
-		share := uint64(time.Since(start)) / uint64(busy)
+		end = time.Now()
+	}
+	p.settle(end)
+	if busy > 0 {
+		share := uint64(end.Sub(start)) / uint64(busy)
 		for _, q := range p.queues {
 			if q.worked > 0 {
 				q.stats.BusyNanoseconds += share

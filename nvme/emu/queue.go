@@ -189,7 +189,7 @@ func (q *Queue) fetch(p *Poller) int {
 		q.free = c.next
 		c.reset()
 		nvme.CopySQE(&c.sqe, &q.entries[q.head])
-		if q.phase != nil && !p.admits(q.phase, c.sqe.Opcode, p.now) {
+		if q.phase != nil && c.sqe.Opcode != nvme.IOFlush && !p.admits(q.phase, c.sqe.Opcode, p.now) {
 			q.release(c) // the entry stays where it is, and is copied anew
 			break
 		}
