@@ -3,6 +3,7 @@ package gio
 import (
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tuttifs/slack"
@@ -31,10 +32,31 @@ const (
 // Scheduler says what an executor may have in flight. It is told what compute does (by the session's user) and what
 // I/O does (by the executor), and may be called from any thread; policy has its rules. A scheduler is of one executor:
 // RingConfig.Scheduler.
+//
+// What compute does may be told ahead of it: what comes behind an event waits for that, and all that is told later waits
+// with it.
 type Scheduler struct {
+	order   sync.Mutex // held while something is told; before mu
+	waiting []told
+	passes  uint64 // that were begun, here or in waiting
+
 	mu     sync.Mutex
 	policy policy
 	wake   func() // has the executor ask again
+}
+
+// Event is what a told thing may come behind: *cuda.Event is one.
+type Event interface {
+	// Query says whether it has come.
+	Query() (done bool, err error)
+}
+
+// told is something that compute does.
+type told struct {
+	do    func(p *policy, now int64)
+	event Event        // it is done when this has come
+	mark  *atomic.Bool // or when this is set; neither: now
+	pass  uint64
 }
 
 // NewScheduler checks the configuration.
@@ -61,13 +83,77 @@ func NewScheduler(c SchedulerConfig) (*Scheduler, error) {
 // Table is the one that it was made with, nil if there is none.
 func (s *Scheduler) Table() *slack.Table { return s.policy.c.Table }
 
-// told calls f of the policy, and has the executor ask again, since compute has gone on.
-func (s *Scheduler) told(f func(p *policy, now int64)) {
+// tell has the policy told, at once or when all that was told before has come, and has the executor ask again.
+func (s *Scheduler) tell(t told) {
+	s.order.Lock()
+	defer s.order.Unlock()
+	t.pass = s.passes
+	if s.waiting = append(s.waiting, t); t.event != nil || t.mark != nil {
+		s.waker()() // its thread looks for it
+		return
+	}
+	if len(s.waiting) == 1 {
+		s.next(clock())
+	}
+}
+
+// begins is tell of a pass. What the pass before the last one waits for is not looked at any more.
+func (s *Scheduler) begins(do func(p *policy, now int64)) {
+	s.order.Lock()
+	s.passes++
+	for len(s.waiting) > 0 && s.waiting[0].pass+2 <= s.passes {
+		s.next(clock())
+	}
+	if len(s.waiting) > 0 {
+		s.mu.Lock()
+		s.policy.announced++
+		s.mu.Unlock()
+		begin := do
+		do = func(p *policy, now int64) {
+			p.announced--
+			begin(p, now)
+		}
+	}
+	s.order.Unlock()
+	s.tell(told{do: do})
+}
+
+// next tells what is first. order is held.
+func (s *Scheduler) next(now int64) {
+	t := s.waiting[0]
+	s.waiting[0] = told{}
+	s.waiting = s.waiting[1:]
 	s.mu.Lock()
-	f(&s.policy, clock())
-	wake := s.wake
+	t.do(&s.policy, now)
 	s.mu.Unlock()
-	wake()
+	s.waker()()
+}
+
+func (s *Scheduler) waker() func() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.wake
+}
+
+// look tells what has come. It reports whether more is waited for. An event that cannot be asked for has come, since
+// nobody will ever know better.
+func (s *Scheduler) look(now int64) (more bool) {
+	if !s.order.TryLock() {
+		return true // somebody is telling something
+	}
+	defer s.order.Unlock()
+	for len(s.waiting) > 0 {
+		switch t := &s.waiting[0]; {
+		case t.event != nil:
+			if done, err := t.event.Query(); err == nil && !done {
+				return true
+			}
+		case t.mark != nil && !t.mark.Load():
+			return true
+		}
+		s.next(now)
+	}
+	return false
 }
 
 // Prefill begins a pass of so many layers over input new tokens behind prefix cached ones, and ends the one before.
@@ -79,14 +165,24 @@ func (s *Scheduler) Prefill(input, prefix, layers int) error {
 		return fmt.Errorf("%w: a pass of %d tokens behind %d, of %d layers: want 1 to %d, 0 to %d, 1 to %d", ErrInvalid,
 			input, prefix, layers, slack.LengthMax, slack.LengthMax, schedLayersMax)
 	}
-	s.told(func(p *policy, now int64) { p.prefill(now, input, prefix, layers) })
+	s.begins(func(p *policy, now int64) { p.prefill(now, input, prefix, layers) })
 	return nil
 }
 
-// LayerDone says that compute has done a layer of the pass, and all before it; the last one's ends the pass. One that
-// is done already is not done again, and without a pass it says nothing.
-func (s *Scheduler) LayerDone(layer int) {
-	s.told(func(p *policy, now int64) { p.layerDone(now, layer) })
+// LayerDone says that compute has done a layer of the pass, and all before it, or will have when an event has come; the
+// last one's ends the pass. One that is done already is not done again, and without a pass it says nothing. The event
+// was recorded before, and stays as it is until the second pass after this one begins. Only an executor on a GPU looks
+// for events: on the CPU it is nil.
+func (s *Scheduler) LayerDone(layer int, after Event) {
+	s.tell(told{do: func(p *policy, now int64) { p.layerDone(now, layer) }, event: after})
+}
+
+// storeAfter is LayerDone of a layer that is stored behind an event of compute's. The executor, which looks for the event
+// itself, sets the mark.
+func (s *Scheduler) storeAfter(layer int) *atomic.Bool {
+	mark := new(atomic.Bool)
+	s.tell(told{do: func(p *policy, now int64) { p.layerDone(now, layer) }, mark: mark})
+	return mark
 }
 
 // DecodeStep begins a decode step over so many tokens, and ends what was under way.
@@ -94,12 +190,12 @@ func (s *Scheduler) DecodeStep(length int) error {
 	if length < 1 || length > slack.LengthMax {
 		return fmt.Errorf("%w: a decode step over %d tokens: want 1 to %d", ErrInvalid, length, slack.LengthMax)
 	}
-	s.told(func(p *policy, now int64) { p.decodeStep(now, length) })
+	s.begins(func(p *policy, now int64) { p.decodeStep(now, length) })
 	return nil
 }
 
-// EndPass says that nothing computes any more.
-func (s *Scheduler) EndPass() { s.told((*policy).endPass) }
+// EndPass says that nothing computes any more, once what was told before has come.
+func (s *Scheduler) EndPass() { s.tell(told{do: (*policy).endPass}) }
 
 // Offer says whether a prefix of cached tokens before input new ones is to be restored, in a pass of so many layers.
 func (s *Scheduler) Offer(input, cached, layers int) Offer {

@@ -27,13 +27,14 @@ type policy struct {
 	read, write flow
 	bytesAToken float64 // of a layer's reads: the table's, or learned; 0: not known
 
-	at      int64 // of the last call
-	pass    pass
-	reads   readBook
-	granted granted
-	stats   SchedulerStats
-	bubbles []time.Duration // by layer
-	stood   uint64          // the last bubble that was counted: pass and layer
+	at        int64 // of the last call
+	announced int   // passes that were begun and wait for compute to come to them
+	pass      pass
+	reads     readBook
+	granted   granted
+	stats     SchedulerStats
+	bubbles   []time.Duration // by layer
+	stood     uint64          // the last bubble that was counted: pass and layer
 }
 
 // Lengths of what has no window of its own, nanoseconds.
@@ -278,5 +279,5 @@ func (p *policy) note(e ioEvent) {
 // forNext says whether reads of a layer that come now are for a pass that has not begun.
 func (p *policy) forNext(layer int) bool {
 	s := &p.pass
-	return s.kind == passDecode || s.kind == passPrefill && (layer < s.layer || layer >= s.layers)
+	return p.announced > 0 || s.kind == passDecode || s.kind == passPrefill && (layer < s.layer || layer >= s.layers)
 }

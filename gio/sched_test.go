@@ -457,6 +457,74 @@ func TestSchedulerLooksAreFree(t *testing.T) {
 	}))
 }
 
+// schedEvent is an event of compute's.
+type schedEvent struct {
+	done  bool
+	err   error
+	asked int
+}
+
+func (e *schedEvent) Query() (bool, error) {
+	e.asked++
+	return e.done, e.err
+}
+
+// TestSchedulerEvents: what is told comes in its order, each when its event has come; and events of the pass before the
+// last are left alone.
+func TestSchedulerEvents(t *testing.T) {
+	s, err := NewScheduler(SchedulerConfig{})
+	require.NoError(t, err)
+	rung := 0
+	s.start(func() { rung++ })
+	at := func() (passKind, int) { return s.policy.pass.kind, s.policy.pass.layer }
+	want := func(kind passKind, layer int) {
+		t.Helper()
+		k, l := at()
+		require.Equal(t, kind, k)
+		require.Equal(t, layer, l)
+	}
+	require.NoError(t, s.Prefill(64, 0, 4))
+	want(passPrefill, 0)
+	require.Equal(t, 1, rung)
+	var e [6]schedEvent
+	s.LayerDone(0, &e[0])
+	stored := s.storeAfter(1)
+	s.LayerDone(2, nil)
+	require.Greater(t, rung, 1, "the executor's thread is to look for events")
+	require.True(t, s.look(clock()))
+	want(passPrefill, 0)
+	stored.Store(true)
+	require.True(t, s.look(clock()))
+	want(passPrefill, 0)
+	e[0].done = true
+	require.False(t, s.look(clock()))
+	want(passPrefill, 3)
+
+	// The host is a pass ahead of compute: its reads are for the pass to come.
+	s.LayerDone(3, &e[1])
+	s.EndPass()
+	require.NoError(t, s.Prefill(64, 64, 4))
+	s.note(ioEvent{kind: readQueued, layer: 3, ioSize: ioSize{1, 4096}, at: clock()})
+	require.Zero(t, s.policy.reads.layers[0][3].left)
+	want(passPrefill, 3)
+	e[1].err = ErrInvalid
+	require.False(t, s.look(clock()))
+	want(passPrefill, 0)
+	require.EqualValues(t, 4096, s.policy.reads.layers[0][3].left)
+	require.Zero(t, s.policy.announced)
+
+	s.LayerDone(0, &e[2])
+	require.NoError(t, s.DecodeStep(64))
+	require.True(t, s.look(clock()))
+	asked := e[2].asked
+	require.NoError(t, s.DecodeStep(65))
+	require.False(t, s.look(clock()))
+	require.Equal(t, asked, e[2].asked)
+	want(passDecode, 0)
+	require.EqualValues(t, 2, s.Stats().DecodeSteps)
+	require.Zero(t, s.policy.announced)
+}
+
 func TestSchedulerRefuses(t *testing.T) {
 	for _, c := range []SchedulerConfig{{Idle: -1}, {MaxAge: -1}, {Table: &slack.Table{}}} {
 		_, err := NewScheduler(c)
@@ -469,7 +537,7 @@ func TestSchedulerRefuses(t *testing.T) {
 	}
 	require.ErrorIs(t, s.DecodeStep(0), ErrInvalid)
 	require.ErrorIs(t, s.DecodeStep(1<<25), ErrInvalid)
-	s.LayerDone(3)
+	s.LayerDone(3, nil)
 	s.EndPass()
 	require.Zero(t, s.Stats().Layers)
 	require.Empty(t, s.LayerBubbles())
