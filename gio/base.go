@@ -36,6 +36,9 @@ func (b *base) configure(c RingConfig) error {
 	if c.StoreBytes > 0 && c.StoreLanes == 0 {
 		c.StoreLanes = min(storeLanesDefault, len(c.Lanes)-1)
 	}
+	if c.Scheduler != nil && c.pacer == nil {
+		c.pacer = c.Scheduler
+	}
 	if b.pacer = c.pacer; b.pacer == nil {
 		b.pacer = readsFirst{}
 	}

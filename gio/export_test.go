@@ -3,7 +3,9 @@ package gio
 import (
 	"fmt"
 	"math"
+	"math/rand/v2"
 	"sync"
+	"time"
 )
 
 // TestPacer grants what a test says, and checks what it is told.
@@ -123,4 +125,50 @@ func (p *TestPacer) note(e ioEvent) {
 	if e.at <= 0 || e.at > clock() || e.took < 0 || e.took > e.at {
 		p.fail("event %d at %d took %d", e.kind, e.at, e.took)
 	}
+}
+
+// TestScheduler is a scheduler whose user computes passes of all kinds, now and then.
+type TestScheduler struct{ *Scheduler }
+
+// WithScheduler is a configuration with a scheduler.
+func WithScheduler(c RingConfig) (RingConfig, TestScheduler) {
+	s, err := NewScheduler(SchedulerConfig{MaxAge: 5 * time.Millisecond})
+	if err != nil {
+		panic(err)
+	}
+	c.Scheduler = s
+	return c, TestScheduler{s}
+}
+
+// Step tells something of compute.
+func (s TestScheduler) Step(random *rand.Rand) error {
+	switch random.IntN(5) {
+	case 0:
+		return s.Prefill(1+random.IntN(1<<14), random.IntN(1<<14), 1+random.IntN(12))
+	case 1:
+		return s.DecodeStep(1 + random.IntN(1<<14))
+	case 2:
+		s.EndPass()
+	default:
+		s.LayerDone(random.IntN(12), nil)
+	}
+	return nil
+}
+
+// Check says what of reads and writes the scheduler takes for under way, of which there is none.
+func (s TestScheduler) Check() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := &s.policy
+	if n := p.reads.left + p.reads.flying + p.reads.layer + p.read.flying + p.write.flying; n != 0 {
+		return fmt.Errorf("the scheduler takes %d bytes for under way", n)
+	}
+	for i := range p.reads.layers {
+		for l, r := range p.reads.layers[i] {
+			if r != (layerReads{}) {
+				return fmt.Errorf("the scheduler takes %+v of layer %d for under way", r, l)
+			}
+		}
+	}
+	return nil
 }

@@ -35,9 +35,13 @@ type orderRig struct {
 
 func newOrderRig(t *testing.T, w *world, polling bool) *orderRig {
 	s := w.sized(&sizes{}, testSeed(t), polling)
+	return orderRigOf(t, w, &s)
+}
+
+func orderRigOf(t *testing.T, w *world, s *giotest.Subject) *orderRig {
 	r := &orderRig{t: t, w: w}
 	r.make()
-	r.Rig = giotest.NewRig(t, &s, giotest.Shape{BounceBytes: 1 << 20, Depth: 256, Lanes: 6})
+	r.Rig = giotest.NewRig(t, s, giotest.Shape{BounceBytes: 1 << 20, Depth: 256, Lanes: 6})
 	for _, slot := range r.Slots {
 		r.slots = append(r.slots, gio.SlotIO{Slot: slot, Seed: checksum.Seed{byte(slot), 1}})
 	}

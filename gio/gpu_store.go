@@ -299,7 +299,7 @@ func (th *ioThread) mayRead(l *gpuLane, now int64) bool {
 			ahead += c.payload
 		}
 	}
-	return ahead < limit
+	return ahead+l.ahead[0].payload <= limit
 }
 
 // mayWrite says whether a deferred write may go. The pacer is asked once a round when it says no.
@@ -331,5 +331,5 @@ func (th *ioThread) mayWrite(c *gpuChunk, now int64) bool {
 // heldBack says that there is nothing to do but to wait for the pacer.
 func (th *ioThread) heldBack() bool {
 	f := &th.flow
-	return f.denied == th.now && len(th.live) == f.live && th.flying == 0 && f.writing.objects == 0
+	return f.denied == th.now && len(th.live) == f.live && th.flying == 0 && f.writing.objects == 0 && !th.looks
 }

@@ -46,6 +46,9 @@ func TestGPUStores(t *testing.T)       { testStores(t, gpuWorld(t)) }
 func TestGPUPacedOnFake(t *testing.T) { testPaced(t, onFake(t)) }
 func TestGPUPaced(t *testing.T)       { testPaced(t, gpuWorld(t)) }
 
+func TestGPUScheduledOnFake(t *testing.T) { runScheduled(t, onFake(t).subject(testSeed(t), false)) }
+func TestGPUScheduled(t *testing.T)       { runScheduled(t, gpuWorld(t).subject(testSeed(t), false)) }
+
 func testPaced(t *testing.T, w *world) { giotest.Run(t, withPacer(w.subject(testSeed(t), false))) }
 
 func testStores(t *testing.T, w *world) {

@@ -32,6 +32,7 @@ type ioThread struct {
 	open          []bool // by lane, while a build is put together
 	lane          int    // that had the last chunk
 	rang          bool   // in this round: pollers that sleep are to be woken
+	looks         bool   // the scheduler looks for events of compute's
 	carrying      int    // lanes with writes, likewise
 	work          *cuda.HostMemory
 	hung          bool  // the GPU may still be at work on what batches have
@@ -127,7 +128,7 @@ func (g *GPU) run() {
 		switch {
 		case moved && g.in.count+g.out.count == 0:
 			th.idle = 0
-		case len(th.live) > 0:
+		case len(th.live) > 0 || th.looks:
 			th.rest()
 		case g.closing.Load() && th.closed && th.lanesStill():
 			_ = g.gpu.Context.Unbind()
@@ -241,6 +242,9 @@ func (th *ioThread) round(now int64) (moved bool) {
 		th.closed = true
 		moved = th.takeIn() || moved // what comes before Close may not have rung yet; nothing comes after it
 		th.giveUpAll(ErrClosed)
+	}
+	if s := g.config.Scheduler; s != nil {
+		th.looks = !th.dead && !th.closed && s.look(now)
 	}
 	if broken := g.broken.Load(); broken != nil && len(th.live) > 0 {
 		th.giveUpAll(*broken)
@@ -416,6 +420,7 @@ func (th *ioThread) release(int64) (moved bool, err error) {
 		}
 		moved = true
 		th.held = append(th.held[:i], th.held[i+1:]...)
+		t.tellComputed()
 		th.admit(t)
 	}
 	return moved, nil
@@ -533,6 +538,7 @@ func (t *gpuTicket) finish(hung error) {
 	if !t.ended.CompareAndSwap(false, true) {
 		return
 	}
+	t.tellComputed()
 	if !t.deferred {
 		t.g.busy.Add(-1)
 	}

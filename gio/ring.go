@@ -50,7 +50,11 @@ type RingConfig struct {
 	// benches and tests).
 	Step func()
 
-	pacer pacer // of deferred writes; nil: readsFirst
+	// Scheduler paces reads and deferred writes by what compute does. Nil: reads go at once, deferred writes whenever no
+	// read is to be done.
+	Scheduler *Scheduler
+
+	pacer pacer // nil: the scheduler, or readsFirst
 }
 
 const (
@@ -102,7 +106,7 @@ func NewRing(c RingConfig) (*Ring, error) {
 	r.alive.Store(int32(r.common()))
 	r.storeAlive.Store(int32(r.config.StoreLanes))
 	r.spins, r.procs = max(spinLeast, spinLooks/len(r.lanes)), runtime.GOMAXPROCS(0)
-	r.flow.paced = r.store != nil || c.pacer != nil
+	r.flow.paced = r.store != nil || r.config.pacer != nil
 	r.pacer.start(r.paceAgain)
 	if r.store != nil {
 		r.driver.start(r)

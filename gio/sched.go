@@ -33,7 +33,7 @@ const (
 // I/O does (by the executor), and may be called from any thread; policy has its rules. A scheduler is of one executor:
 // RingConfig.Scheduler.
 //
-// What compute does may be told ahead of it: what comes behind an event waits for that, and all that is told later waits
+// What compute does may be told ahead of it: what comes behind an event waits for that, and what is told later waits
 // with it.
 type Scheduler struct {
 	order   sync.Mutex // held while something is told; before mu
@@ -177,9 +177,15 @@ func (s *Scheduler) LayerDone(layer int, after Event) {
 	s.tell(told{do: func(p *policy, now int64) { p.layerDone(now, layer) }, event: after})
 }
 
-// storeAfter is LayerDone of a layer that is stored behind an event of compute's. The executor, which looks for the event
-// itself, sets the mark.
+// storeAfter is LayerDone of a layer that is stored behind an event of compute's. The executor looks for the event
+// itself, and sets the mark. It is nil while nothing was ever told.
 func (s *Scheduler) storeAfter(layer int) *atomic.Bool {
+	s.order.Lock()
+	silent := s.passes == 0
+	s.order.Unlock()
+	if silent {
+		return nil
+	}
 	mark := new(atomic.Bool)
 	s.tell(told{do: func(p *policy, now int64) { p.layerDone(now, layer) }, mark: mark})
 	return mark

@@ -2,6 +2,7 @@ package gio
 
 import (
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -143,7 +144,11 @@ func (f *ringFlow) awaits(t *ringTicket) {
 // mayRead says whether a batch of reads may have a chunk issued.
 func (r *Ring) mayRead(t *ringTicket) bool {
 	f := &r.flow
-	return !f.paced || t.nth <= f.awaited.Load() || f.ahead.Load() < r.pacer.readAhead(clock())
+	if !f.paced || t.nth <= f.awaited.Load() {
+		return true
+	}
+	limit := r.pacer.readAhead(clock())
+	return limit == math.MaxUint64 || f.ahead.Load()+t.rest(t.chunk).bytes <= limit
 }
 
 // mayWrite says whether the first deferred write may be issued. Ring.mu is held.

@@ -2,7 +2,13 @@ package gio_test
 
 import (
 	"math/rand/v2"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 
 	"tuttifs/gio"
 	"tuttifs/gio/giotest"
@@ -44,6 +50,54 @@ func TestRingPaced(t *testing.T) {
 		New:   func(c gio.RingConfig, _ bool) (gio.Executor, error) { return gio.NewRing(c) },
 		Steps: true, Seed: rand.Uint64(),
 	}))
+}
+
+// scheduled are the tests of executors with a scheduler.
+var scheduled = []string{
+	"Layers", "LayerDamage", "Concurrent", "DeferredFaults", "DeferredHeld", "Closed", "DeadDaemon",
+}
+
+// runScheduled runs the tests that a scheduler may change something about, beside somebody who computes.
+func runScheduled(t *testing.T, s giotest.Subject) {
+	var last atomic.Pointer[gio.TestScheduler]
+	var all []gio.TestScheduler
+	inner := s.New
+	s.New = func(c gio.RingConfig, peer bool) (gio.Executor, error) {
+		c, scheduler := gio.WithScheduler(c)
+		all = append(all, scheduler)
+		last.Store(&scheduler)
+		return inner(c, peer)
+	}
+	stop := make(chan struct{})
+	var computes sync.WaitGroup
+	computes.Go(func() {
+		random := rand.New(rand.NewPCG(s.Seed, 1))
+		for {
+			select {
+			case <-stop:
+				return
+			case <-time.After(time.Duration(random.IntN(500)) * time.Microsecond):
+			}
+			if x := last.Load(); x != nil {
+				assert.NoError(t, x.Step(random))
+			}
+		}
+	})
+	s.Store, s.Only = true, scheduled
+	giotest.Run(t, s)
+	close(stop)
+	computes.Wait()
+	require.NotEmpty(t, all)
+	for _, x := range all {
+		require.NoError(t, x.Check())
+	}
+}
+
+func TestRingScheduled(t *testing.T) {
+	runScheduled(t, giotest.Subject{
+		New:   func(c gio.RingConfig, _ bool) (gio.Executor, error) { return gio.NewRing(c) },
+		Steps: true, Seed: rand.Uint64(),
+	})
 }
 
 func TestRingStores(t *testing.T) {
