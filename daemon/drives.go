@@ -174,7 +174,7 @@ func (s *drives) known(index uint16) error {
 // add opens a drive and gives it to the volume. Engines that are attached do not know it: it gets no rows before the
 // last of them has ended or attached anew.
 func (s *drives) add(path string, force bool) (uint16, error) {
-	if !filepath.IsAbs(path) {
+	if !filepath.IsAbs(path) && !drive.IsAddress(path) {
 		return 0, fmt.Errorf("daemon: %q is not an absolute path", path)
 	}
 	dev, err := drive.Open(path, drive.Options{})

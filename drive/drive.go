@@ -28,7 +28,8 @@ var (
 	ErrReadOnly = errors.New("drive: opened read-only")
 	// ErrRange: offset or length outside the drive.
 	ErrRange = errors.New("drive: outside the drive")
-	// ErrShrunk: the drive ends before its size when it was opened. That is how a block device that was taken out looks.
+	// ErrShrunk: the drive ends before its size when it was opened, which is how a block device that was taken out looks,
+	// or the controller of its namespace is gone.
 	ErrShrunk = errors.New("drive: taken out, or shorter than it was")
 )
 

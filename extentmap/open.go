@@ -144,6 +144,9 @@ func Scan(paths []string) ([]string, error) {
 	}
 	dirs := map[string]bool{}
 	for _, path := range paths {
+		if drive.IsAddress(path) {
+			continue // controllers are not searched: looking at one means to start it
+		}
 		dirs[filepath.Dir(path)] = true
 		if real, err := filepath.EvalSymlinks(path); err == nil {
 			dirs[filepath.Dir(real)] = true
@@ -172,12 +175,17 @@ func Scan(paths []string) ([]string, error) {
 }
 
 // fileID tells files apart whatever their names: a block device by its number, a regular file by its inode.
+// A namespace that has an address has only that.
 type fileID struct {
 	block    bool
 	dev, ino uint64
+	address  string
 }
 
 func identify(path string) (fileID, error) {
+	if drive.IsAddress(path) {
+		return fileID{address: path}, nil
+	}
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
 		return fileID{}, &os.PathError{Op: "stat", Path: path, Err: err}
@@ -217,6 +225,9 @@ func sameDrive(a, b drive.Drive) (bool, error) {
 // peekLabel reads a label without locking, to learn whose the drive is; nil if there is none. Whether the label is
 // right in all its parts is decided when the drive is opened.
 func peekLabel(path string) *ondisk.Label {
+	if drive.IsAddress(path) {
+		return nil // it would have to be started for that
+	}
 	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return nil

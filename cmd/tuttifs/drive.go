@@ -11,6 +11,7 @@ import (
 	"strconv"
 
 	"tuttifs/daemon"
+	"tuttifs/drive"
 )
 
 // driveOptions are those of all verbs about drives.
@@ -165,7 +166,7 @@ func driveNumber(text string) (uint16, error) {
 // change sends a request to the daemon of a mount and waits for its answer.
 func (o *driveOptions) change(ctx context.Context, e *env, mount string, r *daemon.DriveRequest, done string) error {
 	r.Version, r.Force = daemon.DriveProtocol, o.force
-	if r.Path != "" {
+	if r.Path != "" && !drive.IsAddress(r.Path) {
 		abs, err := filepath.Abs(r.Path)
 		if err != nil {
 			return err

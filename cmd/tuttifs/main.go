@@ -9,12 +9,16 @@ import (
 	"os"
 	"os/signal"
 	"syscall"
+
+	"tuttifs/drive"
+	"tuttifs/nvme/vfio"
 )
 
 // version is set by the Makefile (git describe); a plain go build says "devel".
 var version = "devel"
 
 func main() {
+	drive.OpenAddress = vfio.NewMachine("/sys", "/dev", "/proc").OpenDrive
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	context.AfterFunc(ctx, stop) // a second signal ends a command that is slow to stop
 	code := runMain(ctx, &env{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr}, os.Args)

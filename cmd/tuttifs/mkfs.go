@@ -159,7 +159,7 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 			return drives, made, usagef("%s is named twice", path)
 		}
 		_, statErr := os.Stat(path)
-		missing := errors.Is(statErr, os.ErrNotExist)
+		missing := errors.Is(statErr, os.ErrNotExist) && !drive.IsAddress(path)
 		switch {
 		case missing && o.size == 0:
 			return drives, made, fmt.Errorf("%s does not exist: give --size to make it as a file", path)
@@ -179,10 +179,8 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 		if err := refuseMounted(path); err != nil {
 			return drives, made, err
 		}
-		if label, err := readLabel(path); err == nil {
-			if dir := findVolumeMount(extentmap.FormatUUID(label.Volume), false); dir != "" {
-				return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %s: unmount it first", path, dir)
-			}
+		if dir := mountOf(path); dir != "" {
+			return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %s: unmount it first", path, dir)
 		}
 		d, err := drive.Open(path, drive.Options{ReadOnly: o.dryRun})
 		if errors.Is(err, drive.ErrBusy) {
@@ -194,6 +192,19 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 		drives = append(drives, d)
 	}
 	return drives, made, nil
+}
+
+// mountOf is where the volume of a drive is mounted, if it has a label. Controllers are not asked: they are no two
+// processes' at once, and are found busy when they are opened.
+func mountOf(path string) string {
+	if drive.IsAddress(path) {
+		return ""
+	}
+	label, err := readLabel(path)
+	if err != nil {
+		return ""
+	}
+	return findVolumeMount(extentmap.FormatUUID(label.Volume), false)
 }
 
 // parseUUID accepts the usual 36 characters, or 32 without hyphens. Empty means none.

@@ -20,6 +20,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
+	"tuttifs/drive"
 	"tuttifs/extentmap"
 )
 
@@ -112,6 +113,10 @@ func (o *mountOptions) run(ctx context.Context, e *env, args []string) error {
 		}
 	}
 	for _, p := range paths {
+		if drive.IsAddress(p) {
+			do.Paths = append(do.Paths, p)
+			continue
+		}
 		abs, err := filepath.Abs(p)
 		if err != nil {
 			return err

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 
+	"tuttifs/drive"
 	"tuttifs/extentmap"
 )
 
@@ -31,7 +32,7 @@ func (s *mountSettings) resolve(specs []string) ([]string, error) {
 	for _, path := range specs {
 		_, err := os.Stat(path)
 		switch {
-		case err == nil:
+		case err == nil, drive.IsAddress(path):
 		case len(specs) == 1 && os.IsNotExist(err) && !strings.Contains(path, "/"):
 			found, err := s.findVolume(path)
 			if errors.Is(err, errNoVolume) {
@@ -49,6 +50,9 @@ func (s *mountSettings) resolve(specs []string) ([]string, error) {
 func (s *mountSettings) searchMembers(specs []string) (found []string) {
 	if len(s.search) == 0 {
 		return nil
+	}
+	if drive.IsAddress(specs[0]) {
+		return nil // all members of such a volume are named
 	}
 	label, err := readLabel(specs[0])
 	if err != nil {

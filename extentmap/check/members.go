@@ -70,9 +70,13 @@ func (m *Members) Close() error {
 type identity struct {
 	block    bool
 	dev, ino uint64
+	address  string // of a namespace that has one
 }
 
 func identify(path string) (identity, error) {
+	if drive.IsAddress(path) {
+		return identity{address: path}, nil
+	}
 	var st unix.Stat_t
 	if err := unix.Stat(path, &st); err != nil {
 		return identity{}, &os.PathError{Op: "stat", Path: path, Err: err}
@@ -104,6 +108,9 @@ func find(paths []string) ([]string, error) {
 		}
 		if l := peek(path); l != nil {
 			volumes[l.Volume] = true
+		}
+		if drive.IsAddress(path) {
+			continue // controllers are not searched
 		}
 		dirs = append(dirs, filepath.Dir(path))
 		if real, err := filepath.EvalSymlinks(path); err == nil {

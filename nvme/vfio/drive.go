@@ -137,6 +137,9 @@ func retriable(err error) bool {
 }
 
 func (d *Drive) errorf(op string, off, n int64, err error) error {
+	if errors.Is(err, ErrGone) {
+		err = fmt.Errorf("%w: %w", drive.ErrShrunk, err)
+	}
 	return fmt.Errorf("drive %s: %s of %d bytes at offset %d: %w", d.name, op, n, off, err)
 }
 

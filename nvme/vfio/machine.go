@@ -22,8 +22,8 @@ import (
 // Machine is where controllers are found and opened: a tree of sysfs, of device nodes and of procfs. A process has one.
 type Machine struct {
 	sys, dev, proc string
-	// write puts a word into an attribute of sysfs; tests watch it.
-	write func(path, word string) error
+	// Write puts a word into an attribute of sysfs, by its path. Where the tree is a test's, so is the kernel.
+	Write func(path, word string) error
 
 	groupsMu sync.Mutex
 	groups   map[string]*group // open IOMMU groups
@@ -34,7 +34,7 @@ type Machine struct {
 
 // NewMachine takes the places of sysfs, device nodes and procfs: "/sys", "/dev" and "/proc".
 func NewMachine(sys, dev, proc string) *Machine {
-	return &Machine{sys: sys, dev: dev, proc: proc, write: writeAttribute, groups: map[string]*group{},
+	return &Machine{sys: sys, dev: dev, proc: proc, Write: writeAttribute, groups: map[string]*group{},
 		open: map[string]*shared{}}
 }
 
@@ -314,7 +314,7 @@ func (m *Machine) move(d *Device, override, want string) error {
 		return filepath.Join(append([]string{m.sys, devices, d.Address}, parts...)...)
 	}
 	step := func(what, path, word string) error {
-		if err := m.write(path, word); err != nil {
+		if err := m.Write(path, word); err != nil {
 			return fmt.Errorf("nvme %s: %s: %w", d.Address, what, err)
 		}
 		return nil
@@ -325,7 +325,7 @@ func (m *Machine) move(d *Device, override, want string) error {
 	}
 	if d.Driver != "" {
 		if err := step("take it from "+d.Driver, at("driver/unbind"), d.Address); err != nil {
-			return errors.Join(err, m.write(at("driver_override"), "\n"))
+			return errors.Join(err, m.Write(at("driver_override"), "\n"))
 		}
 	}
 	err := step("probe", filepath.Join(m.sys, "bus/pci/drivers_probe"), d.Address)
@@ -334,8 +334,8 @@ func (m *Machine) move(d *Device, override, want string) error {
 	}
 	if err != nil && override != "" {
 		// Back to where it was, as well as that can be done.
-		return errors.Join(err, m.write(at("driver_override"), "\n"),
-			m.write(filepath.Join(m.sys, "bus/pci/drivers_probe"), d.Address))
+		return errors.Join(err, m.Write(at("driver_override"), "\n"),
+			m.Write(filepath.Join(m.sys, "bus/pci/drivers_probe"), d.Address))
 	}
 	return err
 }
