@@ -32,6 +32,7 @@ TITLES = {
     "no-scheduler": "no scheduler",
     "no-separation": "no scheduler, reads and writes mixed",
     "no-phases": "scheduler, but no phases on the drives",
+    "buffer": "a store buffer, the caller issues two layers ahead",
     "by-hand": "no scheduler, the caller issues two layers ahead",
     "polling": "polling kernels",
     "per-object": "a copy for each object, from host memory",

@@ -27,6 +27,7 @@ BACKLOG_SECONDS = 0.6  # of one rate
 
 class Way(typing.NamedTuple):
     scheduler: bool = False
+    buffer: bool = False   # a store buffer; a scheduler needs one
     phases: bool = True    # the drives' read/write token
     flags: int = 0         # of the session
     ahead: int = 0         # layers issued beyond the one that is waited for; 0: all, at once
@@ -34,10 +35,11 @@ class Way(typing.NamedTuple):
 
 
 WAYS = {
-    "tuttifs": Way(scheduler=True),
+    "tuttifs": Way(scheduler=True, buffer=True),
     "no-scheduler": Way(),
     "no-separation": Way(phases=False),
-    "no-phases": Way(scheduler=True, phases=False),
+    "no-phases": Way(scheduler=True, buffer=True, phases=False),
+    "buffer": Way(buffer=True, ahead=2),
     "by-hand": Way(ahead=2),
     "polling": Way(flags=tt.POLLING, ahead=2),
     "per-object": Way(mount=False),
@@ -239,7 +241,7 @@ class KV(Store):
     """The pool on a mount, with the session of a way."""
 
     def __init__(self, a, model, library, volume, way, blocks):
-        super().__init__(a, model, library, volume.mount, flags=way.flags, **scheduler_options(a, way))
+        super().__init__(a, model, library, volume.mount, flags=way.flags, **session_options(a, way))
         self.volume = volume
         self.requests, self.salt = 1, os.urandom(16)  # no other session has the same keys
         self.table = model.table.tolist()
@@ -276,8 +278,8 @@ class KV(Store):
         return rate
 
 
-def scheduler_options(a, way):
-    return {}
+def session_options(a, way):
+    return {"store_bytes": a.store_mib << 20} if way.buffer else {}
 
 
 class Backlog:

@@ -10,7 +10,8 @@ is in HBM. Hidden states, logits and the pool are compared with those bit for bi
   no-scheduler   all layers are asked for at once, stores are written as they come; drives have phases
   no-separation  the same, and reads and writes mix on the drives
   no-phases      the scheduler, without phases of the drives
-  by-hand        no scheduler; the caller asks for two layers ahead of the one that it waits for
+  buffer         a store buffer without a scheduler; the caller asks for two layers ahead of the one that it waits for
+  by-hand        the same without the buffer
   polling        the same by polling kernels
   per-object     from pinned host memory, one copy for each run of each block, and back
 
@@ -63,6 +64,7 @@ def arguments():
     p.add_argument("--backlog-drives", type=drives, default=["paper"])
     p.add_argument("--runs", type=int, default=5, help="of each case, at most")
     p.add_argument("--seconds", type=float, default=5, help="that the runs of a case should take; two at least")
+    p.add_argument("--store-mib", type=int, default=1024, help="the store buffer")
     p.add_argument("--piece", type=int, default=32768, help="most new tokens of one forward pass")
     if p.parse_known_args()[0].plot:
         return p.parse_args()
