@@ -107,10 +107,10 @@ func NewRing(c RingConfig) (*Ring, error) {
 	r.storeAlive.Store(int32(r.config.StoreLanes))
 	r.spins, r.procs = max(spinLeast, spinLooks/len(r.lanes)), runtime.GOMAXPROCS(0)
 	r.flow.paced = r.store != nil || r.config.pacer != nil
-	r.pacer.start(r.paceAgain)
 	if r.store != nil {
-		r.driver.start(r)
+		r.driver.start(r) // which asks nothing before there is a batch
 	}
+	r.pacer.start(r.paceAgain)
 	return r, nil
 }
 

@@ -60,11 +60,14 @@ var scheduled = []string{
 // runScheduled runs the tests that a scheduler may change something about, beside somebody who computes.
 func runScheduled(t *testing.T, s giotest.Subject) {
 	var last atomic.Pointer[gio.TestScheduler]
+	var mu sync.Mutex // tests run at once
 	var all []gio.TestScheduler
 	inner := s.New
 	s.New = func(c gio.RingConfig, peer bool) (gio.Executor, error) {
 		c, scheduler := gio.WithScheduler(c)
+		mu.Lock()
 		all = append(all, scheduler)
+		mu.Unlock()
 		last.Store(&scheduler)
 		return inner(c, peer)
 	}
