@@ -110,7 +110,7 @@ type GPU struct {
 	stuck   chan struct{} // closed when it, or a call of the control thread, hangs
 	alive   atomic.Int32
 	stores  atomic.Int32 // lanes for deferred writes that are alive
-	busy    atomic.Int32 // batches that were issued and have not ended, deferred writes not counted
+	busy    atomic.Int32 // batches that were issued and have not ended, but for deferred writes and trailers
 	awaits  atomic.Int64 // number of the newest batch of reads that somebody waits for
 	paced   bool         // there is a store buffer, or a pacer that counts
 	broken  atomic.Pointer[error]

@@ -28,6 +28,7 @@ type gpuTicket struct {
 	n        int
 	write    bool
 	zeroing  bool // no commands: all targets are zeroed
+	aside    bool // nobody's layer waits for the lanes because of it: a deferred write, or trailers
 	deferred bool // a write that waits for the pacer: of the store buffer, or trailers
 	layer    int32
 	writes   *gpuTicket // of an evacuation, which has no commands: what writes its bytes from the store buffer
@@ -36,6 +37,7 @@ type gpuTicket struct {
 	memory   batchMemory
 	cells    cuda.KernelCells
 	sums     cuda.SumsParams
+	verified *atomic.Bool // nil, or whether the sums of a read are known: it is harvested then
 	chunks   []gpuChunk
 	nth      int64 // of the reads
 	size     ioSize
@@ -165,6 +167,7 @@ type batchOptions struct {
 	quiet    bool // nobody waits on it by a stream
 	zeroing  bool
 	sums     *cuda.SumsParams // all but the batch's own parts
+	verified *atomic.Bool     // says whether a read's sums are known
 	active   []uint32
 	ordinals []uint16
 }
@@ -233,6 +236,7 @@ func (t *gpuTicket) tellComputed() {
 func (g *GPU) newTicket(m *Map, n int, write bool, o *batchOptions) *gpuTicket {
 	return &gpuTicket{
 		g: g, m: m, n: n, write: write, zeroing: o.zeroing, deferred: o.deferred, layer: o.layer, after: o.after,
+		aside: o.deferred || o.quiet, verified: o.verified,
 		enqueued: make(chan struct{}), done: make(chan struct{}),
 	}
 }
@@ -301,7 +305,7 @@ func (g *GPU) enqueue(t *gpuTicket) error {
 	}
 	g.incoming = append(g.incoming, t)
 	g.live = append(g.live, t)
-	if !t.deferred {
+	if !t.aside {
 		g.busy.Add(1)
 	}
 	if !t.write {

@@ -106,7 +106,8 @@ func (th *ioThread) launchMoves(now int64) (moved bool, err error) {
 		all := t.listed+t.plain == len(t.chunks)
 		short := th.harvests == 0 && g.staging.slots > 0 && len(g.staging.free) <= g.staging.slots/4
 		due := all || t.write || short || t.bytes >= g.gpu.HarvestBytes
-		if !due || t.moving || th.flying == launchesMax {
+		known := t.write || t.verified == nil || t.verified.Load() // the sums
+		if !due || !known || t.moving || th.flying == launchesMax {
 			i++
 			continue
 		}

@@ -3,6 +3,7 @@ package gio
 import (
 	"encoding/binary"
 	"fmt"
+	"sync/atomic"
 
 	"tuttifs/cuda"
 )
@@ -29,23 +30,33 @@ type gpuLayers struct {
 	g      *GPU
 	pinned *pinned // of sums and seeds
 	params cuda.SumsParams
+
+	verified atomic.Bool   // the trailers: harvests wait for their sums
+	opened   chan struct{} // closed then
 }
 
-// OpenLayers prepares restoring; see Ring.OpenLayers. The Layers are GPULayers.
+// OpenLayers prepares restoring; see Ring.OpenLayers. The Layers are GPULayers. The trailers may be on their way when
+// it returns: layers can be asked for already, and Failed waits.
 func (g *GPU) OpenLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) {
 	release, err := g.hold()
 	if err != nil {
 		return nil, err
 	}
-	defer release()
 	l, err := g.newLayers(m, rank, slots, false)
 	if err != nil {
+		release()
 		return nil, err
 	}
-	if err := l.open(); err != nil {
+	rest, err := l.open()
+	if err != nil {
 		l.Close()
+		release()
 		return nil, err
 	}
+	go func() {
+		defer release()
+		rest()
+	}()
 	return l, nil
 }
 
@@ -67,19 +78,71 @@ func (g *GPU) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*gpuLa
 	if err := g.usable(); err != nil {
 		return nil, err
 	}
-	l := &gpuLayers{g: g, layerState: layerState{base: &g.base, run: g.runBatch, store: store}}
+	l := &gpuLayers{g: g, opened: make(chan struct{}),
+		layerState: layerState{base: &g.base, issue: g.issueTrailers, store: store}}
 	return l, l.init(m, rank, slots, l.pin)
 }
 
-// runBatch moves a batch of trailers; see Ring.run. What Close gives back is held.
-func (g *GPU) runBatch(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
+// issueTrailers is as for Ring. What Close gives back is held.
+func (g *GPU) issueTrailers(write bool, m *Map, ctxs []IOCTX) (wait func() ([]Result, error), err error) {
 	t, err := g.issueHeld(write, m, ctxs, batchOptions{
 		layer: noLayer, quiet: true, deferred: write && g.store != nil,
 	})
 	if err != nil {
 		return nil, err
 	}
-	return g.wait(t)
+	return func() ([]Result, error) { return g.wait(t) }, nil
+}
+
+// open begins to read the trailers; rest waits for them and verifies them. The first layer's bytes come beside them,
+// and its harvest waits until their sums are known. They are issued before any layer, whose chunks might keep all lanes
+// and all of the staging until then. What is more than one round would come behind, and is therefore read at once.
+func (l *gpuLayers) open() (rest func(), err error) {
+	s := l.base.scratchFor(false)
+	s.mu.Lock()
+	r, err := l.round(s)
+	if err != nil || r.most < len(l.slots) || l.g.gpu.Polling {
+		s.mu.Unlock()
+		if err == nil {
+			err = l.layerState.open()
+		}
+		l.verify()
+		return func() {}, err
+	}
+	r.fill(0, false, nil)
+	wait, err := l.issue(false, l.m, r.ctxs)
+	if err != nil {
+		s.mu.Unlock()
+		l.verify()
+		return nil, err
+	}
+	return func() {
+		defer l.verify()
+		defer s.mu.Unlock()
+		failed, err := wait()
+		if err == nil {
+			r.settle(failed, false, l.verifyTrailer)
+			return
+		}
+		for i := range l.slots {
+			l.failSlot(i, err)
+		}
+	}, nil
+}
+
+// verify lets harvests begin.
+func (l *gpuLayers) verify() {
+	l.verified.Store(true)
+	close(l.opened)
+	l.g.ring()
+}
+
+// Failed has one error (or nil) a slot; see layerState.Failed. It waits for the trailers.
+func (l *gpuLayers) Failed() []error {
+	if !l.store {
+		<-l.opened
+	}
+	return l.layerState.Failed()
 }
 
 // pin makes room for n sums where kernels reach them, and writes the seeds.
@@ -120,6 +183,9 @@ func (l *gpuLayers) Finish() error {
 
 // Close gives the trailers' memory back. Tickets must have been waited for.
 func (l *gpuLayers) Close() {
+	if !l.store {
+		<-l.opened
+	}
 	l.layerState.Close()
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -189,8 +255,8 @@ func (l *gpuLayers) begin(layer uint16, desc []uint64, after *cuda.Event, store 
 		ordinals[j] = uint16(l.m.layout.OrdinalInRank(object))
 	}
 	t.ticket, err = l.g.issue(store, l.m, ctxs, batchOptions{
-		layer: int32(layer), evacuate: store && l.g.store != nil, after: after, sums: &l.params, active: t.active,
-		ordinals: ordinals,
+		layer: int32(layer), evacuate: store && l.g.store != nil, after: after, active: t.active, ordinals: ordinals,
+		sums: &l.params, verified: &l.verified,
 	})
 	if err != nil {
 		if t.zeros != nil {
@@ -227,6 +293,9 @@ func (t *gpuLayerTicket) WaitOn(s *cuda.Stream) error {
 func (t *gpuLayerTicket) Wait() error {
 	l := t.layers
 	results, err := l.g.wait(t.ticket)
+	if !l.store {
+		<-l.opened // it may have been given up before
+	}
 	if t.zeros != nil {
 		_, zeroed := l.g.wait(t.zeros)
 		if err == nil {

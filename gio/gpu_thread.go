@@ -539,7 +539,7 @@ func (t *gpuTicket) finish(hung error) {
 		return
 	}
 	t.tellComputed()
-	if !t.deferred {
+	if !t.aside {
 		t.g.busy.Add(-1)
 	}
 	t.hung = hung

@@ -29,7 +29,7 @@ type scratch struct {
 // itself returns is about the batch: a wrong argument, or a ring that is gone.
 type layerState struct {
 	base    *base
-	run     func(write bool, m *Map, ctxs []IOCTX) ([]Result, error)
+	issue   issueTrailers
 	m       *Map
 	rank    uint16
 	slots   []SlotIO
@@ -99,13 +99,14 @@ func (l *layerState) init(m *Map, rank uint16, slots []SlotIO, sums func(n int) 
 }
 
 // open reads and verifies the trailers.
-func (l *layerState) open() error {
+func (l *layerState) open() error { return l.trailers(false, l.verifyTrailer) }
+
+// verifyTrailer takes a slot's sums from its trailer. Those of a bad one stay 0.
+func (l *layerState) verifyTrailer(i int, b []byte) {
 	object := l.m.layout.TrailerObject(l.rank)
-	return l.trailers(false, func(i int, b []byte) {
-		if !checksum.ParseTrailer(b, l.slots[i].Seed, l.rank, object, l.slotSums(i)) {
-			l.failed[i] = fmt.Errorf("%w: trailer of slot %d rank %d", ErrChecksum, l.slots[i].Slot, l.rank)
-		}
-	})
+	if !checksum.ParseTrailer(b, l.slots[i].Seed, l.rank, object, l.slotSums(i)) {
+		l.failSlot(i, fmt.Errorf("%w: trailer of slot %d rank %d", ErrChecksum, l.slots[i].Slot, l.rank))
+	}
 }
 
 // ringLayers is the layer verbs on the CPU.
@@ -115,19 +116,22 @@ type ringLayers struct {
 }
 
 func (r *Ring) newLayers(m *Map, rank uint16, slots []SlotIO, store bool) (*ringLayers, error) {
-	l := &ringLayers{ring: r, layerState: layerState{base: &r.base, run: r.run, store: store}}
+	l := &ringLayers{ring: r, layerState: layerState{base: &r.base, issue: r.issueTrailers, store: store}}
 	return l, l.init(m, rank, slots, func(n int) ([]uint64, error) { return make([]uint64, n), nil })
 }
 
-// run moves a batch of trailers. Those that are written are deferred like what they are about.
-func (r *Ring) run(write bool, m *Map, ctxs []IOCTX) ([]Result, error) {
+// issueTrailers begins to move a batch of trailers; wait has its outcome, and is called once. Those that are written
+// are deferred like what they are about.
+type issueTrailers func(write bool, m *Map, ctxs []IOCTX) (wait func() ([]Result, error), err error)
+
+func (r *Ring) issueTrailers(write bool, m *Map, ctxs []IOCTX) (wait func() ([]Result, error), err error) {
 	t, err := r.issueTicket(&ringTicket{
 		ring: r, m: m, ctxs: ctxs, write: write, deferred: write && r.store != nil, layer: noLayer,
 	})
 	if err != nil {
 		return nil, err
 	}
-	return r.wait(t)
+	return func() ([]Result, error) { return r.wait(t) }, nil
 }
 
 // OpenLayers prepares restoring: it reads and verifies the rank's trailers of all slots. Slots whose trailer is bad
@@ -157,51 +161,93 @@ func (l *layerState) slotSums(i int) []uint64 { return l.sums[i*l.objects : (i+1
 // trailers moves the trailers of all slots that have not failed through the scratch memory, and calls each with every
 // one: after it was read, or to fill it before it is written.
 func (l *layerState) trailers(write bool, each func(i int, b []byte)) error {
-	s := &l.base.scratch[0]
-	if write {
-		s = &l.base.scratch[1]
-	}
-	object := l.m.layout.TrailerObject(l.rank)
-	payload := int(l.m.ObjectBytes(object))
-	room := (payload + pageBytes - 1) &^ (pageBytes - 1)
-	round := min(len(s.memory.buf)/room, len(l.slots))
-	if round == 0 && len(l.slots) > 0 {
-		return fmt.Errorf("%w: a trailer of %d bytes does not fit the scratch memory of %d",
-			ErrMemory, room, len(s.memory.buf))
-	}
-	ctxs, index := make([]IOCTX, 0, round), make([]int, 0, round)
+	s := l.base.scratchFor(write)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for i := 0; i < len(l.slots); {
-		ctxs, index = ctxs[:0], index[:0]
-		for ; i < len(l.slots) && len(ctxs) < round; i++ {
-			if l.failed[i] != nil {
-				continue
-			}
-			at := len(ctxs) * room
-			if b := s.memory.buf[at : at+room]; write {
-				each(i, b[:payload])
-				clear(b[payload:])
-			}
-			ctxs = append(ctxs, IOCTX{Desc: s.memory.Desc(at), Slot: l.slots[i].Slot, Object: object})
-			index = append(index, i)
-		}
-		failed, err := l.run(write, l.m, ctxs)
+	r, err := l.round(s)
+	if err != nil {
+		return err
+	}
+	for next := 0; next < len(l.slots); {
+		next = r.fill(next, write, each)
+		wait, err := l.issue(write, l.m, r.ctxs)
 		if err != nil {
 			return err
 		}
-		for _, f := range failed {
-			l.failed[index[f.Index]] = f.Err
+		failed, err := wait()
+		if err != nil {
+			return err
 		}
-		if !write {
-			inParallel(len(index), func(k int) {
-				if i := index[k]; l.failed[i] == nil {
-					each(i, s.memory.buf[k*room:k*room+payload])
-				}
-			})
-		}
+		r.settle(failed, write, each)
 	}
 	return nil
+}
+
+// scratchFor is the scratch memory of a direction.
+func (b *base) scratchFor(write bool) *scratch {
+	if write {
+		return &b.scratch[1]
+	}
+	return &b.scratch[0]
+}
+
+// trailerRound is the trailers that are in the scratch memory at a time.
+type trailerRound struct {
+	l       *layerState
+	s       *scratch // locked
+	payload int
+	room    int // of one trailer in the memory
+	most    int // of a round
+	ctxs    []IOCTX
+	index   []int // their slots
+}
+
+// round prepares for rounds. The scratch memory is the caller's.
+func (l *layerState) round(s *scratch) (*trailerRound, error) {
+	r := &trailerRound{l: l, s: s, payload: int(l.m.ObjectBytes(l.m.layout.TrailerObject(l.rank)))}
+	r.room = (r.payload + pageBytes - 1) &^ (pageBytes - 1)
+	r.most = min(len(s.memory.buf)/r.room, len(l.slots))
+	if r.most == 0 && len(l.slots) > 0 {
+		return nil, fmt.Errorf("%w: a trailer of %d bytes does not fit the scratch memory of %d",
+			ErrMemory, r.room, len(s.memory.buf))
+	}
+	r.ctxs, r.index = make([]IOCTX, 0, r.most), make([]int, 0, r.most)
+	return r, nil
+}
+
+// fill makes a round of the slots from first on, and returns where the next one begins.
+func (r *trailerRound) fill(first int, write bool, each func(i int, b []byte)) (next int) {
+	l, object := r.l, r.l.m.layout.TrailerObject(r.l.rank)
+	r.ctxs, r.index = r.ctxs[:0], r.index[:0]
+	for next = first; next < len(l.slots) && len(r.ctxs) < r.most; next++ {
+		if l.slotError(next) != nil {
+			continue
+		}
+		at := len(r.ctxs) * r.room
+		if b := r.s.memory.buf[at : at+r.room]; write {
+			each(next, b[:r.payload])
+			clear(b[r.payload:])
+		}
+		r.ctxs = append(r.ctxs, IOCTX{Desc: r.s.memory.Desc(at), Slot: l.slots[next].Slot, Object: object})
+		r.index = append(r.index, next)
+	}
+	return next
+}
+
+// settle takes the outcomes of a round, and what was read.
+func (r *trailerRound) settle(failed []Result, write bool, each func(i int, b []byte)) {
+	l := r.l
+	for _, f := range failed {
+		l.failSlot(r.index[f.Index], f.Err)
+	}
+	if write {
+		return
+	}
+	inParallel(len(r.index), func(k int) {
+		if i := r.index[k]; l.slotError(i) == nil {
+			each(i, r.s.memory.buf[k*r.room:k*r.room+r.payload])
+		}
+	})
 }
 
 // inParallel calls f with the numbers below n, many at a time on a thread: a prompt has a thousand trailers, and a
