@@ -5,10 +5,12 @@ import (
 	"encoding/binary"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/checksum"
+	"tuttifs/drive"
 	"tuttifs/gio"
 	"tuttifs/nvme"
 	"tuttifs/nvme/emu"
@@ -191,6 +193,55 @@ func testLayerDamage(t *testing.T, s *Subject) {
 			})
 		})
 	}
+}
+
+// testLateTrailers: layers that are asked for while the trailers are on their way are verified like others, and a bad
+// trailer is its slot's error alone.
+func testLateTrailers(t *testing.T, s *Subject) {
+	eachWay(t, s, func(t *testing.T, w way) {
+		r := newLayerRig(t, s, w, w.shape(), 0)
+		r.store(1)
+		object := r.Map.Layout().TrailerObject(r.rank)
+		for d := range r.Controllers {
+			late, perUnit := map[uint64]bool{}, uint64(drive.UnitBytes/r.Shape.LBABytes)
+			for _, slot := range r.slots {
+				if at, unit, _ := r.extent(slot.Slot, object); int(at) == d {
+					late[unit*perUnit] = true
+				}
+			}
+			r.setFaults(d, func(e *nvme.SQE) *emu.Fault {
+				if e.Opcode == nvme.IORead && late[uint64(e.CDW11)<<32|uint64(e.CDW10)] {
+					return &emu.Fault{Delay: 20 * time.Millisecond}
+				}
+				return nil
+			})
+		}
+		payload, _ := r.Stored(r.slots[1].Slot, object)
+		payload[0] ^= 1
+		r.a.set(0xee)
+		l, err := r.Ring.OpenLayers(r.Map, r.rank, r.slots)
+		require.NoError(t, err)
+		defer l.Close()
+		var flying []gio.LayerTicket
+		for layer := range r.first {
+			ticket, err := l.RetrieveLayer(uint16(layer), r.desc(layer))
+			require.NoError(t, err)
+			flying = append(flying, ticket)
+		}
+		failed := l.Failed()
+		for i, err := range failed {
+			if i == 1 {
+				require.ErrorIs(t, err, gio.ErrChecksum)
+			} else {
+				require.NoError(t, err)
+			}
+		}
+		for _, ticket := range flying {
+			require.NoError(t, ticket.Wait())
+		}
+		require.Equal(t, failed, l.Failed())
+		r.a.check(1, r.zeroed(failed))
+	})
 }
 
 // testLayerMisuse: wrong arguments are refused as a whole, and nothing is called stored that was not.

@@ -46,6 +46,7 @@ func Run(t *testing.T, s Subject) {
 		{"Concurrent", testConcurrent},
 		{"Layers", testLayers},
 		{"LayerDamage", testLayerDamage},
+		{"LateTrailers", testLateTrailers},
 		{"LayerMisuse", testLayerMisuse},
 		{"LayerTimeouts", testLayerTimeouts},
 		{"DeferredFaults", testDeferredFaults},
