@@ -1,0 +1,96 @@
+"""What the scheduler's side and the workers' side tell each other, step by step. All of it can be pickled."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Dict, List, Tuple
+
+from .files import Group
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSpec:
+    """One group's pool."""
+
+    group: Group
+    name: str
+    identity: Dict[str, Any]
+    family: str  # "" for none
+    objects: Tuple[Tuple[int, int, int], ...]  # layer, rank, bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Attached:
+    """The session to join, and its pools in the order of the groups."""
+
+    token: bytes
+    file_tokens: int
+    pools: Tuple[PoolSpec, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadPart:
+    """One group's files of a prefix: keys[i] into blocks[i]; NULL_BLOCK is not to be written."""
+
+    group: int
+    pin: int  # the scheduler's pin, which every rank repeats
+    pinned: int  # how many of the keys that found
+    first: int  # the first file's number in the prompt
+    keys: List[bytes]
+    blocks: List[List[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    request: str
+    tenant: int
+    parts: List[LoadPart]
+    wait: bool  # in this step, layer by layer
+
+
+@dataclasses.dataclass(frozen=True)
+class StorePart:
+    """One group's new files of a chain: keys[first:] from blocks."""
+
+    group: int
+    reserve: int  # the reservation that all ranks join
+    first: int
+    keys: List[bytes]  # from the root
+    blocks: List[List[int]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    number: int
+    request: str
+    tenant: int
+    parts: List[StorePart]
+
+
+@dataclasses.dataclass
+class Step:
+    """One step's work for every rank."""
+
+    number: int
+    settled: int  # the last step whose report the scheduler has had
+    attached: Any  # Attached, or None while there is no mount
+    loads: List[Load]
+    stores: List[Store]
+
+
+@dataclasses.dataclass
+class Report:
+    """What a rank, or all of them, have come to know since the last report."""
+
+    step: int = 0
+    failed: Dict[str, int] = dataclasses.field(default_factory=dict)  # request: the first file that did not arrive
+    stored: Dict[int, Dict[int, List[int]]] = dataclasses.field(default_factory=dict)  # store: group: its new files
+    settled_stores: List[int] = dataclasses.field(default_factory=list)  # that are over, whatever came of them
+
+    def merge(self, other: "Report") -> "Report":
+        self.step = min(self.step, other.step)
+        for request, first in other.failed.items():
+            self.failed[request] = min(first, self.failed.get(request, first))
+        self.stored.update(other.stored)  # a commit succeeds for all ranks or for none
+        self.settled_stores += other.settled_stores
+        return self

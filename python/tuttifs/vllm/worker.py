@@ -1,0 +1,599 @@
+"""One rank's side: bytes between the engine's blocks and files. It needs PyTorch, and nothing of vLLM.
+
+Blocks are gathered into staging memory within the step that filled them, on the stream that computes, so the engine may do
+with them what it likes afterwards; threads move the staging memory to files and back. What was loaded is copied from
+staging memory to blocks only where it is wanted: a file's first blocks may be others' already.
+"""
+# mypy: disable-error-code="import-not-found"
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import logging
+import threading
+import time
+from typing import Any, Deque, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+import torch
+
+from .. import Pool, Session, Store as Mount
+from ..errors import ChecksumError, DriveError, Error, InvalidError, NotFoundError
+from ..layers import Layers, Transfer
+from ..leases import Leases, Pinned, Reservation, Status
+from .attachment import GONE, quietly
+from .files import NULL_BLOCK, Group, pieces
+from .messages import Attached, Load, LoadPart, Report, Step, Store, StorePart
+from .metrics import Counts
+from .options import Options
+from .scheduler import open_pool
+
+log = logging.getLogger("tuttifs.vllm")
+
+UNIT = 4096  # that objects begin at in staging memory
+BOUNCE = 4 << 20  # for trailers: all else is in memory that controllers reach
+RING = 2 << 20  # for what the session keeps of its memory
+SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # copies need not know what they copy
+
+
+def blocks_first(cache: Any, blocks: int) -> Any:
+    """A layer's tensor with the engine's blocks as its first axis, whatever its strides, as integers of the same size."""
+    if cache.shape[0] % blocks:
+        raise InvalidError(f"a tensor of shape {tuple(cache.shape)} for {blocks} blocks")
+    if cache.shape[0] != blocks:  # the kernel's blocks are parts of the engine's
+        cache = cache.unflatten(0, (blocks, cache.shape[0] // blocks))
+    return cache.view(SAME_SIZE[cache.element_size()])
+
+
+class Caches:
+    """A rank's tensors, group by group."""
+
+    def __init__(self, groups: Sequence[Group], blocks: int, caches: Mapping[str, Any]) -> None:
+        self.groups = groups
+        self.layers = [[blocks_first(caches[name], blocks) for name in g.layers] for g in groups]
+        self.place = {name: (i, j) for i, g in enumerate(groups) for j, name in enumerate(g.layers)}
+        for g, layers in zip(groups, self.layers):
+            for name, tensor, size in zip(g.layers, layers, g.block_bytes):
+                have = tensor[0].numel() * tensor.element_size()
+                if have != size:
+                    raise InvalidError(f"{name}: a block has {have} bytes, its specification says {size}")
+        self.device = next(iter(caches.values())).device
+
+
+class Slots:
+    """Places for files in one half of the staging memory. Layers begin at whole units, objects of a layer follow each
+    other."""
+
+    def __init__(self, memory: Any, first: int, size: int, slot: int) -> None:
+        self.memory, self._first, self._slot = memory, first, slot
+        self.count = size // slot
+        self._free = list(range(self.count))
+        self._changed = threading.Condition()
+        self._open = True
+
+    def take(self, most: int) -> List[int]:
+        """1 to `most` slots, waited for. None when the memory is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._free or not self._open)
+            if not self._open:
+                return []
+            taken, self._free = self._free[:most], self._free[most:]
+            return taken
+
+    def give(self, slots: Sequence[int]) -> None:
+        with self._changed:
+            self._free += slots
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        with self._changed:
+            self._open = False
+            self._changed.notify_all()
+
+    def offset(self, slot: int, layer_offset: int) -> int:
+        return self._first + slot * self._slot + layer_offset
+
+
+class Shape(NamedTuple):
+    """A group's file in a slot."""
+
+    offsets: Tuple[int, ...]  # of the layers
+    sizes: Tuple[int, ...]
+    objects: Tuple[Tuple[int, ...], ...]  # each layer's objects: where they begin behind the layer's offset
+    slot_bytes: int
+    blocks: int  # of the engine, in a file
+
+    @classmethod
+    def of(cls, group: Group, file_tokens: int) -> "Shape":
+        n = file_tokens // group.block_tokens
+        offsets, objects, at = [], [], 0
+        for b in group.block_bytes:
+            offsets.append(at)
+            starts, inner = [], 0
+            for size in pieces(b * n):
+                starts.append(inner)
+                inner += size
+            objects.append(tuple(starts))
+            at += -(-b * n // UNIT) * UNIT
+        return cls(tuple(offsets), tuple(b * n for b in group.block_bytes), tuple(objects), at, n)
+
+
+class End:
+    """This rank's membership in the scheduler's session, with the staging memory that comes with it."""
+
+    def __init__(self, options: Options, attached: Attached, device: Any) -> None:
+        self.token = attached.token
+        self.shapes = [Shape.of(s.group, attached.file_tokens) for s in attached.pools]
+        slot = max(s.slot_bytes for s in self.shapes)
+        half = options.staging_bytes // 2
+        if half < slot:
+            raise InvalidError(f"staging_bytes is {options.staging_bytes}: a file has {slot} bytes, twice that is needed")
+        self.mount = Mount(options.path)
+        self.session: Optional[Session] = None
+        try:
+            if device.type == "cpu":
+                self.session = self.mount.join(attached.token, lanes=options.lanes, depth=options.depth,
+                                               dma_bytes=2 * half + BOUNCE + RING, bounce_bytes=BOUNCE)
+                whole = torch.frombuffer(self.session.dma(), dtype=torch.uint8)[:2 * half]
+            else:
+                self.session = self.mount.join(attached.token, device, lanes=options.lanes, depth=options.depth)
+                whole = torch.empty(2 * half, dtype=torch.uint8, device=device)
+            self.memory = self.session.register_flat(whole, padded=device.type == "cpu")
+            self.pools = [open_pool(self.session, s, options) for s in attached.pools]
+            self.loads, self.stores = Slots(whole, 0, half, slot), Slots(whole, half, half, slot)
+            self.text = self.session.describe()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for slots in (getattr(self, "loads", None), getattr(self, "stores", None)):
+            if slots is not None:
+                slots.end()
+        if self.session is not None:
+            quietly(self.session.close)
+        quietly(self.mount.close)
+
+
+class Progress:
+    """A load that a step waits for, layer by layer."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._copied: Dict[Tuple[int, int], Any] = {}  # the copies' events, None on a CPU
+        self._over = False
+
+    def done(self, group: int, layer: int, copied: Any) -> None:
+        with self._changed:
+            self._copied[group, layer] = copied
+            self._changed.notify_all()
+
+    def over(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+
+    def wait(self, group: int, layer: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or (group, layer) in self._copied)
+            copied = self._copied.get((group, layer))
+        if copied is not None:
+            torch.cuda.current_stream().wait_event(copied)
+
+
+class Outcome(NamedTuple):
+    """What came of a load."""
+
+    load: Load
+    bad_blocks: Set[int]
+    first_failed: int  # file, -1 for none
+
+
+class Gathered(NamedTuple):
+    """Some files of a store in staging memory, or, with no slots, the word that the store is to be given up."""
+
+    store: Store
+    part: int
+    first: int  # in the part
+    slots: List[int]
+    event: Any
+    last: bool  # of the part
+
+
+class Worker:
+    """Loads and stores of one rank. Its methods are called by the thread that runs the model."""
+
+    def __init__(self, options: Options, caches: Caches, rank: int, writes: bool) -> None:
+        self.options, self.caches, self.rank, self.writes = options, caches, rank, writes
+        self.counts = Counts()
+        self.description = ""
+        self._cuda = caches.device.type == "cuda"
+        self._stream = torch.cuda.Stream(caches.device) if self._cuda else None
+        self._lock = threading.Lock()
+        self._end: Optional[End] = None
+        self._lost = b""  # the token of a session that is no more
+        self._loader = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-load")
+        self._storer = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-store")
+        self._outcomes: Deque[Outcome] = collections.deque()
+        self._bad_blocks: Set[int] = set()
+        self._failed: Set[str] = set()
+        self._report = Report()
+        self._waiting: List[Tuple[Progress, "concurrent.futures.Future[Outcome]"]] = []
+        self._tainted = 0  # the last step of which a load failed that it waited for
+        self._gathers: Deque[Any] = collections.deque()
+
+    # The session
+
+    def _attach(self, attached: Optional[Attached]) -> Optional[End]:
+        """The end of the scheduler's session, joined if it is a new one."""
+        with self._lock:
+            if attached is None or attached.token == self._lost:
+                return None
+            if self._end is not None and self._end.token == attached.token:
+                return self._end
+            old, self._end = self._end, None
+            if old is not None:
+                old.close()
+            try:
+                self._end = End(self.options, attached, self.caches.device)
+                self.description = self._end.text
+                log.info("tuttifs: %s; %d bytes of staging memory", self._end.text, self.options.staging_bytes)
+            except Error as e:
+                self._lost = attached.token
+                log.warning("tuttifs: this rank cannot join the session: %s", e)
+            return self._end
+
+    def _trouble(self, end: End, e: Exception) -> None:
+        log.warning("tuttifs: %s", e)
+        if isinstance(e, GONE):
+            with self._lock:
+                if self._end is not end:
+                    return
+                self._end, self._lost = None, end.token
+            end.close()
+
+    # A step, in the order of vLLM's calls
+
+    def start_loads(self, step: Step) -> None:
+        end = self._attach(step.attached)
+        for load in step.loads:
+            progress = Progress() if load.wait else None
+            done = self._loader.submit(self._load, end, load, progress, time.monotonic())
+            if progress is not None:
+                self._waiting.append((progress, done))
+
+    def wait_for_layer(self, name: str) -> None:
+        if self._waiting and name in self.caches.place:
+            for progress, _ in self._waiting:
+                progress.wait(*self.caches.place[name])
+
+    def gather(self, step: Step) -> None:
+        """Takes what the step's stores need out of the blocks. A step of which a load failed stores nothing."""
+        for _, done in self._waiting:
+            if done.result().first_failed >= 0:
+                self._tainted = step.number
+        self._waiting.clear()
+        end = self._attach(step.attached) if step.stores else None
+        for store in step.stores:
+            if not self.writes or end is None:
+                self._settle(store.number)
+            elif step.settled < self._tainted:
+                # Planned by a scheduler that did not know of the failure yet.
+                self.counts.add("tainted_files", sum(len(p.blocks) for p in store.parts))
+                self._storer.submit(self._give_up, end, store)
+            else:
+                self._gather(end, store)
+        self._report.step = step.number
+
+    def flush_gathers(self) -> None:
+        """Returns when no gather reads the engine's blocks any more."""
+        while self._gathers:
+            self._gathers.popleft().synchronize()
+
+    def finished_loads(self) -> Tuple[Set[str], Set[str], Set[int]]:
+        """Requests whose loads ended since the last call, those of them that failed, and the blocks that did."""
+        ended, failed, bad = set(), set(), set()
+        while self._outcomes:
+            o = self._outcomes.popleft()
+            if not o.load.wait:
+                ended.add(o.load.request)
+            if o.first_failed >= 0:
+                failed.add(o.load.request)
+                self._report.failed[o.load.request] = o.first_failed
+            bad |= o.bad_blocks
+        return ended, failed, bad
+
+    def report(self) -> Report:
+        with self._lock:
+            report, self._report = self._report, Report(self._report.step)
+        return report
+
+    def close(self) -> None:
+        """Waits for what is on its way, within bounds, and leaves the session."""
+        limit = threading.Timer(self.options.shutdown_seconds, self._abandon)
+        limit.daemon = True
+        limit.start()
+        self._loader.shutdown()
+        self._storer.shutdown()
+        limit.cancel()
+        self._abandon()
+
+    def _abandon(self) -> None:
+        with self._lock:
+            end, self._end = self._end, None
+            if end is not None:
+                self._lost = end.token
+        if end is not None:
+            end.close()
+
+    # Loads: in the loader's thread
+
+    def _load(self, end: Optional[End], load: Load, progress: Optional[Progress], begun: float) -> Outcome:
+        bad: Set[int] = set()
+        first_failed = -1
+        for part in load.parts:
+            failed = set(range(len(part.keys)))
+            try:
+                if end is not None:
+                    failed = self._load_part(end, load, part, progress)
+            except Error as e:
+                self._trouble(end, e) if end is not None else None
+            except Exception:
+                log.exception("tuttifs: a load failed")
+            if failed:
+                first = part.first + min(failed)
+                first_failed = first if first_failed < 0 else min(first_failed, first)
+                self._zero(part, failed)
+                bad |= {b for i in failed for b in part.blocks[i] if b != NULL_BLOCK}
+            self.counts.add("failed_files", len(failed))
+            self.counts.add("loaded_files", len(part.keys) - len(failed))
+            self.counts.add("loaded_bytes", (len(part.keys) - len(failed)) * self._file_bytes(part))
+        self.counts.add("load_seconds", time.monotonic() - begun)
+        outcome = Outcome(load, bad, first_failed)
+        self._outcomes.append(outcome)
+        if progress is not None:
+            progress.over()
+        return outcome
+
+    def _file_bytes(self, part: LoadPart) -> int:
+        return sum(self.caches.groups[part.group].block_bytes) * len(part.blocks[0])
+
+    def _load_part(self, end: End, load: Load, part: LoadPart, progress: Optional[Progress]) -> Set[int]:
+        """Loads one group's files and returns which of them failed. Every file's layers were verified then."""
+        failed = set(range(part.pinned, len(part.keys)))
+        if not part.pinned:
+            return failed
+        pool = end.pools[part.group]
+        with pool.pin(part.keys, part.pin, load.tenant) as leases:
+            failed |= set(range(len(leases), part.pinned))
+            slots = end.loads.take(len(leases))
+            try:
+                if not slots:
+                    return set(range(len(part.keys)))
+                count = len(slots)
+                bounds = [(at, min(at + count, len(leases))) for at in range(0, len(leases), count)]
+                with contextlib.ExitStack() as opened:
+                    failed |= self._flow(end, pool, leases, part, slots, bounds, progress, opened)
+            finally:
+                if self._stream is not None:
+                    self._stream.synchronize()
+                end.loads.give(slots)
+            self._report_bad(pool, leases, failed)
+        return failed
+
+    def _flow(self, end: End, pool: Pool, leases: Pinned, part: LoadPart, slots: List[int],
+              bounds: List[Tuple[int, int]], progress: Optional[Progress], opened: contextlib.ExitStack) -> Set[int]:
+        """Batch by batch through the slots: a layer's place is filled anew as soon as it was copied from."""
+        layers, failed = len(self.caches.layers[part.group]), set()
+        batch, transfers = self._begin_batch(end, pool, leases, part, slots, bounds[0], opened)
+        for k, (first, last) in enumerate(bounds):
+            following: Optional[Layers] = None
+            ahead: List[Transfer] = []
+            for layer in range(layers):
+                transfers[layer].wait_on(self._stream.cuda_stream if self._stream is not None else None)
+                copied = self._scatter(end, part, layer, slots, first, last)
+                if k + 1 < len(bounds):
+                    if following is None:
+                        following = opened.enter_context(pool.retrieve(leases[bounds[k + 1][0]:bounds[k + 1][1]],
+                                                                       rank=self.rank))
+                    ahead.append(following.begin_at(layer, end.memory, self._offsets(end, part.group, layer, slots,
+                                                    bounds[k + 1][1] - bounds[k + 1][0]), after=copied))
+                elif progress is not None:
+                    progress.done(part.group, layer, copied)
+            batch.wait()
+            failed |= {first + i for i in batch.failed()}
+            batch.close()
+            if following is not None:
+                batch, transfers = following, ahead
+        return failed
+
+    def _begin_batch(self, end: End, pool: Pool, leases: Pinned, part: LoadPart, slots: List[int],
+                     bounds: Tuple[int, int], opened: contextlib.ExitStack) -> Tuple[Layers, List[Transfer]]:
+        first, last = bounds
+        batch = opened.enter_context(pool.retrieve(leases[first:last], rank=self.rank))
+        return batch, [batch.begin_at(layer, end.memory, self._offsets(end, part.group, layer, slots, last - first))
+                       for layer in range(len(self.caches.layers[part.group]))]
+
+    def _offsets(self, end: End, group: int, layer: int, slots: Sequence[int], count: int) -> List[int]:
+        shape = end.shapes[group]
+        return [end.loads.offset(s, shape.offsets[layer] + o) for s in slots[:count] for o in shape.objects[layer]]
+
+    def _scatter(self, end: End, part: LoadPart, layer: int, slots: Sequence[int], first: int, last: int) -> Any:
+        """Copies a layer of files first to last - 1 to the blocks where it is wanted. Returns the copy's event on a GPU."""
+        shape = end.shapes[part.group]
+        places, rows = [], []
+        for k, i in enumerate(range(first, last)):
+            for j, block in enumerate(part.blocks[i]):
+                if block != NULL_BLOCK:
+                    places.append(block)
+                    rows.append(k * shape.blocks + j)
+        if not places:
+            return None
+        cache = self.caches.layers[part.group][layer]
+        with self._on(self._stream):
+            staged = _staged(end.loads, shape, layer, slots[:last - first], cache)
+            if len(rows) != len(staged):
+                staged = staged[torch.tensor(rows, device=cache.device)]
+            cache[torch.tensor(places, device=cache.device)] = staged
+            return self._record()
+
+    def _zero(self, part: LoadPart, failed: Set[int]) -> None:
+        """What could not be loaded reads as zeros, in all layers."""
+        blocks = [b for i in sorted(failed) for b in part.blocks[i] if b != NULL_BLOCK]
+        if not blocks:
+            return
+        with self._on(self._stream):
+            for cache in self.caches.layers[part.group]:
+                cache[torch.tensor(blocks, device=cache.device)] = 0
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _report_bad(self, pool: Pool, leases: Pinned, failed: Set[int]) -> None:
+        """Has the daemon look at pinned files that failed: it evicts those that are damaged."""
+        for i in sorted(failed):
+            if i < len(leases):
+                try:
+                    pool.report_bad(leases[i])
+                except GONE:
+                    raise
+                except Error as e:
+                    log.warning("tuttifs: a file that failed could not be reported: %s", e)
+
+    # Stores: gathered in the model's thread, written in the storer's
+
+    def _gather(self, end: End, store: Store) -> None:
+        for number, part in enumerate(store.parts):
+            at = 0
+            while at < len(part.blocks):
+                begun = time.monotonic()
+                slots = end.stores.take(len(part.blocks) - at)
+                self.counts.add("store_wait_seconds", time.monotonic() - begun)
+                if not slots:  # the session has ended meanwhile
+                    self._settle(store.number)
+                    return
+                blocks = [b for file in part.blocks[at:at + len(slots)] for b in file]
+                for layer, cache in enumerate(self.caches.layers[part.group]):
+                    staged = cache[torch.tensor(blocks, device=cache.device)]
+                    for k, slot in enumerate(slots):
+                        _put(end.stores, end.shapes[part.group], layer, slot, k, staged)
+                event = self._record()
+                if event is not None:
+                    self._gathers.append(event)
+                    while self._gathers[0].query() and len(self._gathers) > 1:
+                        self._gathers.popleft()
+                last = at + len(slots) == len(part.blocks)
+                self._storer.submit(self._write, end, Gathered(store, number, at, slots, event, last))
+                at += len(slots)
+
+    def _write(self, end: End, g: Gathered) -> None:
+        """Writes some files of a part. The first reserves them all, the last commits them."""
+        part = g.store.parts[g.part]
+        try:
+            if g.first == 0:
+                self._reserve(end, g.store, part)
+            if self._reservation is not None:
+                self._write_files(end, self._reservation, part, g)
+                if g.last:
+                    self._commit(g.store, part)
+        except Error as e:
+            self._end_reservation()
+            self.counts.add("unstored_files", len(part.blocks))
+            self._trouble(end, e)
+        except Exception:
+            self._end_reservation()
+            log.exception("tuttifs: a store failed")
+        finally:
+            end.stores.give(g.slots)
+            if g.last and g.part == len(g.store.parts) - 1:
+                self._settle(g.store.number)
+
+    _reservation: Optional[Reservation] = None  # of the part that is being written: the storer's
+
+    def _reserve(self, end: End, store: Store, part: StorePart) -> None:
+        self._end_reservation()
+        self._reservation = end.pools[part.group].reserve(part.keys, part.first, part.reserve, store.tenant, partial=True)
+        n = collections.Counter(lease.status for lease in self._reservation)
+        self.counts.add("existing_files", n[Status.EXISTS] + n[Status.PENDING])
+        self.counts.add("declined_files", n[Status.DECLINED])
+        self.counts.add("unstored_files", len(part.blocks) - len(self._reservation))
+
+    def _write_files(self, end: End, reservation: Reservation, part: StorePart, g: Gathered) -> None:
+        files: Leases = reservation[g.first:min(g.first + len(g.slots), len(reservation))]
+        if not any(lease.status.to_be_written for lease in files):
+            return
+        shape = end.shapes[part.group]
+        with end.pools[part.group].store(files, rank=self.rank) as batch:
+            for layer in range(len(self.caches.layers[part.group])):
+                batch.begin_at(layer, end.memory, [end.stores.offset(g.slots[i], shape.offsets[layer] + o)
+                                                   for i in batch.slots for o in shape.objects[layer]], after=g.event)
+            batch.wait()
+            batch.finish()
+
+    def _commit(self, store: Store, part: StorePart) -> None:
+        reservation = self._reservation
+        assert reservation is not None
+        new = [part.first + i for i, lease in enumerate(reservation) if lease.status.to_be_written]
+        if not new:
+            self._end_reservation()
+            return
+        reservation.commit((self.rank,))
+        self._reservation = None
+        self.counts.add("stored_files", len(new))
+        size = sum(self.caches.groups[part.group].block_bytes) * len(part.blocks[0])
+        self.counts.add("stored_bytes", len(new) * size)
+        with self._lock:
+            self._report.stored.setdefault(store.number, {})[part.group] = new
+
+    def _end_reservation(self) -> None:
+        """Gives up what is not committed."""
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            quietly(reservation.abort)
+
+    def _give_up(self, end: End, store: Store) -> None:
+        """Aborts a store of which other ranks may have their part ready: none of it becomes visible."""
+        for part in store.parts:
+            try:
+                end.pools[part.group].reserve(part.keys, part.first, part.reserve, store.tenant, partial=True).abort()
+            except NotFoundError:
+                pass  # another rank has
+            except Error as e:
+                self._trouble(end, e)
+        self._settle(store.number)
+
+    def _settle(self, number: int) -> None:
+        with self._lock:
+            self._report.settled_stores.append(number)
+
+    # The GPU's streams
+
+    @contextlib.contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        if stream is None:
+            yield
+        else:
+            with torch.cuda.stream(stream):
+                yield
+
+    def _record(self) -> Any:
+        """An event behind what was enqueued on the current stream; None on a CPU, where all is done."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+
+def _staged(slots: Slots, shape: Shape, layer: int, taken: Sequence[int], cache: Any) -> Any:
+    """A layer of some slots as blocks of a cache: [slots * blocks, ...]."""
+    size = shape.sizes[layer]
+    rows = [slots.memory[at:at + size] for at in (slots.offset(s, shape.offsets[layer]) for s in taken)]
+    return torch.stack(rows).view(cache.dtype).view(len(taken) * shape.blocks, *cache.shape[1:])
+
+
+def _put(slots: Slots, shape: Shape, layer: int, slot: int, k: int, staged: Any) -> None:
+    """Copies the k-th file's blocks of a layer to a slot."""
+    at = slots.offset(slot, shape.offsets[layer])
+    place = slots.memory[at:at + shape.sizes[layer]].view(staged.dtype)
+    place.copy_(staged[k * shape.blocks:(k + 1) * shape.blocks].reshape(-1))

@@ -1,0 +1,41 @@
+"""A small model with random weights, made on the spot: two layers, float32, so that equal computations give equal tokens."""
+
+import json
+import os
+from typing import Any, Dict
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD = 256, 128, 256, 2, 4, 2, 32
+
+CONFIG: Dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": HIDDEN,
+    "intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS, "head_dim": HEAD, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0, "hidden_act": "silu", "tie_word_embeddings": False, "torch_dtype": "float32",
+    "bos_token_id": 1, "eos_token_id": 2}
+
+
+def make(directory: str, seed: int = 1, **changes: Any) -> str:
+    """Writes the model to a directory and returns it. changes: of its configuration."""
+    os.makedirs(directory, exist_ok=True)
+    with open(os.path.join(directory, "config.json"), "w") as f:
+        json.dump({**CONFIG, **changes}, f)
+    g = torch.Generator().manual_seed(seed)
+
+    def w(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g) * (1.5 / shape[-1] ** 0.5)
+
+    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=g),
+               "lm_head.weight": w(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
+    for i in range(LAYERS):
+        p = f"model.layers.{i}."
+        tensors.update({
+            p + "self_attn.q_proj.weight": w(HEADS * HEAD, HIDDEN), p + "self_attn.k_proj.weight": w(KV_HEADS * HEAD, HIDDEN),
+            p + "self_attn.v_proj.weight": w(KV_HEADS * HEAD, HIDDEN), p + "self_attn.o_proj.weight": w(HIDDEN, HEADS * HEAD),
+            p + "mlp.gate_proj.weight": w(INNER, HIDDEN), p + "mlp.up_proj.weight": w(INNER, HIDDEN),
+            p + "mlp.down_proj.weight": w(HIDDEN, INNER), p + "input_layernorm.weight": torch.ones(HIDDEN),
+            p + "post_attention_layernorm.weight": torch.ones(HIDDEN)})
+    save_file(tensors, os.path.join(directory, "model.safetensors"))
+    return directory
