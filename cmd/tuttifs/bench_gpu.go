@@ -124,7 +124,7 @@ func gpuParts() []gpuPart {
 		{"restore", "layers of 32-, 64- and 128-KiB objects to a paged pool", (*gpuBench).restore, true},
 		{"store", "the way back", (*gpuBench).store, true},
 		{"compute", "transfers beside a GEMM and beside an attention prefill", (*gpuBench).compute, true},
-		{"backlog", "restores while stores never end, with phases of the drives and a store buffer and without",
+		{"backlog", "restores while stores never end: scheduler, store buffer and phases of the drives on and off",
 			(*gpuBench).backlog, true},
 		{"decode", "restore beside decode-like steps", (*gpuBench).decode, true},
 		{"commands", "commands a second, empty and of 4 KiB", (*gpuBench).commands, false},

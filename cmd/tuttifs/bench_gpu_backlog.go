@@ -6,6 +6,7 @@ import (
 	"io"
 	"time"
 
+	"tuttifs/gio"
 	"tuttifs/phase"
 )
 
@@ -19,6 +20,7 @@ const gpuStoreBuffer = 256 << 20
 type gpuBacklog struct {
 	Phases      bool    `json:"phases"`       // the drives' reads and writes are kept apart
 	StoreBuffer bool    `json:"store_buffer"` // stores go to host memory first; else straight to the drives
+	Scheduler   bool    `json:"scheduler"`    // says when they go on from there; else they do when nothing is read
 	ReadOnly    float64 `json:"read_only_gb_per_second"`
 	Read        float64 `json:"read_gb_per_second"`
 	Kept        float64 `json:"read_kept_percent"` // median of pairs
@@ -35,18 +37,26 @@ func (b *gpuBench) backlog() error {
 		return errors.New("it takes two layers: one is restored, one stored")
 	}
 	for _, row := range []gpuBacklog{
-		{Phases: true, StoreBuffer: true}, {StoreBuffer: true}, {Phases: true}, {},
+		{Phases: true, StoreBuffer: true, Scheduler: true}, {Phases: true, StoreBuffer: true}, {StoreBuffer: true},
+		{Phases: true}, {},
 	} {
 		setup := gpuSetup{phases: &phase.Options{Off: !row.Phases}}
 		if row.StoreBuffer {
 			setup.store = min(gpuStoreBuffer, int(b.o.layer))
+		}
+		if row.Scheduler {
+			scheduler, err := gio.NewScheduler(gio.SchedulerConfig{})
+			if err != nil {
+				return err
+			}
+			setup.change = func(c *gio.GPUConfig) { c.Scheduler = scheduler }
 		}
 		err := b.withRig(b.o.shape(gpuObjects[0]), setup, func(r *gpuRig) error { return b.backlogRow(r, &row) })
 		if err != nil {
 			return fmt.Errorf("%s: %w", row.switches(), err)
 		}
 		b.report.Backlog = append(b.report.Backlog, row)
-		if row.Phases && row.StoreBuffer {
+		if row.Scheduler {
 			b.report.promise(gpuBar{Name: "restores keep during a backlog of stores", Got: row.Kept, Wanted: gpuBacklogBar,
 				Unit: "%", Met: row.Kept >= gpuBacklogBar})
 			b.report.promise(gpuBar{Name: "  commands that met the other direction", Got: float64(row.Mixed), Unit: "commands",
@@ -64,7 +74,7 @@ func (row *gpuBacklog) switches() string {
 		}
 		return "off"
 	}
-	return "phases " + on(row.Phases) + ", store buffer " + on(row.StoreBuffer)
+	return "phases " + on(row.Phases) + ", store buffer " + on(row.StoreBuffer) + ", scheduler " + on(row.Scheduler)
 }
 
 // backlogRow restores the first half of the layers, and stores the other half.

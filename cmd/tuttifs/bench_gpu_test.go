@@ -73,7 +73,7 @@ func TestBenchGPU(t *testing.T) {
 	}
 	require.Len(t, ways, 8, "%v", r.Notes)
 	require.Len(t, r.Decode, 5)
-	require.Len(t, r.Backlog, 4)
+	require.Len(t, r.Backlog, 5)
 	for _, row := range r.Backlog {
 		require.True(t, row.Verified)
 		require.Positive(t, row.Pairs)
