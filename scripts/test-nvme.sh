@@ -1,10 +1,11 @@
 #!/bin/bash
-# test-nvme.sh PROGRAMS QEMU: boots a Debian kernel in an emulated machine with four NVMe controllers of different shapes behind an
+# test-nvme.sh PROGRAMS QEMU [STEP,...]: boots a Debian kernel in an emulated machine with four NVMe controllers of different shapes behind an
 # IOMMU, and runs test-nvme-guest.sh there as init, with the static programs of the directory PROGRAMS. QEMU is where need-qemu.sh
-# puts QEMU and a kernel. Afterwards the images of the drives are checked here, where no driver of anybody stands between.
+# puts QEMU and a kernel. STEPs are functions of test-nvme-guest.sh; without any, all are run, and then the images of the drives are
+# checked here, where no driver of anybody stands between.
 # Ends within the limit, and leaves nothing behind, whatever ends it: not even SIGKILL.
 set -euo pipefail
-programs=$1 cache=$2
+programs=$1 cache=$2 steps=${3:-conformance,volume,errors,faults}
 limit=270 # seconds; emulation is slow, and the machine may be busy
 scripts=$(cd "$(dirname "$0")" && pwd)
 fail() { echo "test-nvme: $*" >&2; exit 1; }
@@ -95,11 +96,11 @@ controllers=(
   -device nvme-ns,id=D5,bus=D,drive=d2,nsid=5
 )
 machine=(
-  -machine q35,kernel-irqchip=split -accel tcg,thread=multi -cpu max -smp 2 -m 768
+  -machine q35,kernel-irqchip=split -accel tcg,thread=single -cpu max -smp 1 -m 768
   -nodefaults -no-user-config -display none -no-reboot -L "$root/usr/share/qemu" -L "$root/usr/share/seabios"
   -device intel-iommu,intremap=on,aw-bits=39
   -kernel "$root/boot/vmlinuz-$version" -initrd "$work/initrd"
-  -append "console=ttyS0 quiet loglevel=3 panic=-1 intel_iommu=on mitigations=off nokaslr random.trust_cpu=on nvme_core.multipath=N"
+  -append "console=ttyS0 quiet loglevel=3 panic=-1 intel_iommu=on mitigations=off nokaslr random.trust_cpu=on nvme_core.multipath=N steps=$steps"
   -serial stdio
   # The guest's second serial line is the machine's monitor.
   -chardev "socket,id=line,path=$work/monitor,server=on,wait=off" -serial chardev:line
@@ -118,6 +119,7 @@ rm "$work/pid"
 wait $! # for the last of the console
 [ $status = 0 ] || { tail -n 5 "$work/errors"; fail "the machine did not end by itself, within $limit seconds: status $status"; }
 grep -q '^test-nvme-guest: passed' "$work/console" || fail "no good end: see above"
+[ $# = 2 ] || exit 0
 
 echo "== the images of the drives, as they are without any driver"
 "$programs/tuttifs" fsck -n --data "$work/a0.img" "$work/b0.img" "$work/d1.img"
