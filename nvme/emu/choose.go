@@ -1,6 +1,7 @@
 package emu
 
 import (
+	"errors"
 	"fmt"
 	"sync/atomic"
 	"time"
@@ -36,7 +37,10 @@ func (c *Controller) Choose(want Backend) (Backend, string) {
 	return c.measured, c.measuredWhy
 }
 
-// compare measures both ways on the drive itself. It only reads.
+// errUnfinished: a drive had not done all reads in time.
+var errUnfinished = errors.New("emu: too slow to measure")
+
+// compare measures both ways on the drive itself. It only reads. A drive that does not answer does not hold it up.
 func (c *Controller) compare() (Backend, string) {
 	if c.drive.Size() < measureBytes {
 		return Pread, "the drive is too small to measure"
@@ -45,10 +49,12 @@ func (c *Controller) compare() (Backend, string) {
 	for range measureRounds {
 		for i, b := range [...]Backend{URing, Pread} {
 			d, err := c.timeReads(b)
-			if err != nil && b == URing {
-				return Pread, fmt.Sprintf("no io_uring: %v", err)
-			}
-			if err != nil {
+			switch {
+			case errors.Is(err, errUnfinished):
+				return URing, "not compared: " + err.Error()
+			case err != nil && b == URing:
+				return Pread, fmt.Sprintf("io_uring could not be measured: %v", err)
+			case err != nil:
 				return URing, fmt.Sprintf("pread could not be measured: %v", err)
 			}
 			if best[i] == 0 || d < best[i] {
@@ -74,7 +80,7 @@ func (m flat) Translate(iova uint64, n uint32) []byte {
 	return m[iova : iova+uint64(n)]
 }
 
-// timeReads reads through a queue of its own.
+// timeReads reads through a queue of its own. What the drive still has when it returns ends in the background.
 func (c *Controller) timeReads(b Backend) (time.Duration, error) {
 	queueBytes := nvme.QueueBytes(2 * measureDepth)
 	mem, err := unix.Mmap(-1, 0, queueBytes+measureDepth*measureBytes,
@@ -82,32 +88,48 @@ func (c *Controller) timeReads(b Backend) (time.Duration, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer func() { _ = unix.Munmap(mem) }()
+	p, err := NewPoller(PollerConfig{Backend: b})
+	if err != nil {
+		_ = unix.Munmap(mem)
+		return 0, err
+	}
+	end := func() {
+		p.Stop() // until then the drive may use the memory
+		_ = unix.Munmap(mem)
+	}
+	d, inFlight, err := c.timeReadsIn(mem, p, queueBytes)
+	if inFlight > 0 {
+		go end()
+		return d, err
+	}
+	end()
+	return d, err
+}
+
+// timeReadsIn reads by the poller into memory, the first queueBytes of which are for the queue. It also returns how many
+// reads have not ended.
+func (c *Controller) timeReadsIn(mem []byte, p *Poller, queueBytes int) (time.Duration, int, error) {
 	qm, err := nvme.MapQueue(mem, 2*measureDepth)
 	if err != nil {
-		return 0, err
+		return 0, 0, err
 	}
 	cfg := c.cfg
 	cfg.Medium, cfg.SGL, cfg.InOrder, cfg.MDTS = nil, true, false, MDTSDefault
 	private, err := New(cfg)
 	if err != nil {
-		return 0, err
+		return 0, 0, err
 	}
-	p, err := NewPoller(PollerConfig{Backend: b})
-	if err != nil {
-		return 0, err
-	}
-	defer p.Stop()
+	private.faults.Store(c.faults.Load())
 	q, err := private.Attach(QueueConfig{Memory: qm, DMA: flat(mem[queueBytes:])})
 	if err != nil {
-		return 0, err
+		return 0, 0, err
 	}
 	p.Add(q)
 	return private.drain(p, qm)
 }
 
-// drain runs the reads of timeReads to their end.
-func (c *Controller) drain(p *Poller, qm nvme.QueueMemory) (time.Duration, error) {
+// drain runs the reads of timeReads to their end, or to the limit.
+func (c *Controller) drain(p *Poller, qm nvme.QueueMemory) (took time.Duration, inFlight int, err error) {
 	blocks := uint32(measureBytes >> c.lbaShift)
 	places := c.blocks / uint64(blocks)
 	start := time.Now()
@@ -125,7 +147,7 @@ func (c *Controller) drain(p *Poller, qm nvme.QueueMemory) (time.Duration, error
 			lba := uint64(sent) * (places / measureReads) % places * uint64(blocks)
 			nvme.BuildRW(e, false, cid, 1, lba, blocks)
 			if err := e.SetSGL(uint64(cid)*measureBytes, measureBytes); err != nil {
-				return 0, err
+				return 0, sent - done, err
 			}
 		}
 		atomic.StoreUint32(qm.SQTail, uint32(sent)%n)
@@ -135,19 +157,20 @@ func (c *Controller) drain(p *Poller, qm nvme.QueueMemory) (time.Duration, error
 			if !ok {
 				break
 			}
+			done++
 			if !st.OK() {
-				return 0, st
+				return 0, sent - done, st
 			}
 			free = append(free, cid)
-			done++
 			if head++; head == n {
 				head, phase = 0, phase^1
 			}
 		}
 		atomic.StoreUint32(qm.CQHead, head)
 		if time.Since(start) > measureLimit {
-			return measureLimit * measureReads / time.Duration(max(done, 1)), nil
+			return 0, sent - done, fmt.Errorf("%w: %d of %d reads of %d KiB in %v", errUnfinished, done, measureReads,
+				measureBytes>>10, measureLimit)
 		}
 	}
-	return time.Since(start), nil
+	return time.Since(start), 0, nil
 }
