@@ -65,6 +65,7 @@ test-nvme: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
 	@mkdir -p build/guest
 	CGO_ENABLED=0 $(GO) build -tags nogpu -trimpath -o build/guest/tuttifs ./cmd/tuttifs
+	CGO_ENABLED=0 $(GO) test -c -tags nogpu -trimpath -o build/guest/vfio.test ./nvme/vfio
 	@scripts/test-nvme.sh build/guest build/qemu
 
 # A million power cuts: some twenty minutes on two cores.

@@ -13,10 +13,19 @@ mount -t tmpfs tmp /tmp
 exec </dev/null >/dev/console 2>&1
 ulimit -l unlimited
 dmesg -c >/dev/null
+stty -F /dev/ttyS1 raw -echo
+cat /dev/ttyS1 >/tmp/monitor &
 step=start
 
 title() { step=$*; echo "== $(cut -d ' ' -f 1 /proc/uptime) s: $step"; }
-verdict() { echo "test-nvme-guest: $*"; poweroff -f; }
+# verdict WORDS: the last that is said. The monitor ends the machine: the kernel would wait for drives that do not answer.
+verdict() {
+  echo "test-nvme-guest: $*"
+  sleep 0.2
+  echo quit >/dev/ttyS1
+  sleep 5
+  poweroff -f
+}
 # fail WORDS: tells what was seen, and ends the machine.
 fail() {
   echo "-- $*"
@@ -107,8 +116,6 @@ start() {
     must insmod "$m"
   done
   must tuttifs drives check
-  stty -F /dev/ttyS1 raw -echo
-  cat /dev/ttyS1 >/tmp/monitor &
   monitor info status
   nodes
   A=$(address A) B=$(address B) C=$(address C) D=$(address D)
