@@ -1,6 +1,7 @@
 """The measuring part of bubbles.py: prompts whose prefix is restored and whose new tokens are stored, by several ways."""
 
 import argparse
+import dataclasses
 import gc
 import os
 import statistics
@@ -12,8 +13,7 @@ import torch
 
 import bubble_report
 import kv_model
-import tuttifs_ctypes as tt
-from kv_model import Dram, Model, Store, chain, note, random_tokens, same_bits, synchronize
+from kv_model import Dram, Model, Store, chain, note, random_tokens, same_bits, synchronize, tuttifs
 from ram_volume import RamVolume
 
 SPARE_BLOCKS = 64      # of the pool, behind the longest prompt: what a backlog of stores is made of
@@ -29,7 +29,7 @@ class Way(typing.NamedTuple):
     scheduler: bool = False
     buffer: bool = False   # a store buffer; a scheduler needs one
     phases: bool = True    # the drives' read/write token
-    flags: int = 0         # of the session
+    polling: bool = False  # the session's kernels
     ahead: int = 0         # layers issued beyond the one that is waited for; 0: all, at once
     mount: bool = True     # otherwise copies from host memory
 
@@ -41,7 +41,7 @@ WAYS = {
     "no-phases": Way(scheduler=True, buffer=True, phases=False),
     "buffer": Way(buffer=True, ahead=2),
     "by-hand": Way(ahead=2),
-    "polling": Way(flags=tt.POLLING, ahead=2),
+    "polling": Way(polling=True, ahead=2),
     "per-object": Way(mount=False),
 }
 
@@ -49,8 +49,8 @@ WAYS = {
 class Features:
     """What the library and the command at hand have; older ones lack the scheduler."""
 
-    def __init__(self, library, a):
-        self.scheduler = hasattr(library, "prefill")
+    def __init__(self, a):
+        self.scheduler = hasattr(tuttifs.Session, "prefill")
         self.phases = bubble_report.has_phases(a.tuttifs)
         self.gpu = not a.cpu
 
@@ -60,7 +60,7 @@ class Features:
             return "this library has no scheduler"
         if not way.phases and not self.phases:
             return "this tuttifs has no -o phases"
-        if not self.gpu and (way.flags or not way.mount):
+        if not self.gpu and (way.polling or not way.mount):
             return "needs a GPU"
         return ""
 
@@ -134,14 +134,14 @@ class Request:
 
     def begin(self):
         kv, begin = self.kv, time.perf_counter()
-        leases = kv.pin(self.number, self.cached)
+        self.pinned = kv.pin(self.number, self.cached)
         pinned = time.perf_counter()
-        self.layers = kv.pool.layers(0, leases, kv.memory, kv.table[:self.cached])
+        self.layers = kv.pool.retrieve(self.pinned, kv.memory, kv.table[:self.cached])
         self.host = {"pin": 1e3 * (pinned - begin), "trailers": 1e3 * (time.perf_counter() - pinned)}
 
     def issue(self, last):
         while len(self.transfers) <= min(last, self.kv.model.layers - 1):
-            self.transfers.append(self.layers.retrieve(len(self.transfers), self.old))
+            self.transfers.append(self.layers.begin(len(self.transfers), self.old))
 
     def begin_piece(self, begin, tokens):
         """The pass that computes tokens at positions from begin on."""
@@ -155,8 +155,7 @@ class Request:
 
     def open_piece(self):
         new = slice(self.piece.start - self.cached, self.piece.stop - self.cached)
-        leases = (tt.Lease * (new.stop - new.start)).from_buffer(self.leases, new.start * tt.C.sizeof(tt.Lease))
-        self.written.append(self.kv.pool.layers(0, leases, self.kv.memory, self.kv.table[self.piece], store=True))
+        self.written.append(self.kv.pool.store(self.slots[new], self.kv.memory, self.kv.table[self.piece]))
 
     def wait(self, layer):
         if layer == 0:
@@ -164,9 +163,7 @@ class Request:
             if not self.way.ahead:
                 self.issue(2)
             begin = time.perf_counter()
-            parent = self.kv.keys[self.cached - 1]
-            self.leases = self.kv.pool.reserve(self.number, self.keys, self.kv.model.block, parent=parent,
-                                               position=self.cached)
+            self.slots = self.kv.pool.reserve(self.kv.keys[:self.cached] + self.keys, self.cached, self.number)
             self.open_piece()
             self.host["reserve"] = 1e3 * (time.perf_counter() - begin)
         self.transfers[layer].wait_on(self.stream)
@@ -177,7 +174,7 @@ class Request:
         if not self.way.ahead:
             self.issue(2 + ISSUED_AT_ONCE * (layer + 1))
         event = self.kv.event()
-        self.stores.append(self.written[-1].store(layer, event))
+        self.stores.append(self.written[-1].begin(layer, event))
         if self.way.scheduler:
             self.kv.session.layer_done(layer, event)
 
@@ -200,10 +197,10 @@ class Request:
             layers.close()
         self.host["drain"] = 1e3 * (time.perf_counter() - begin)
         if commit:
-            self.kv.pool.commit(self.number, [0])
+            self.slots.commit()
         else:
-            self.kv.pool.abort(self.number)
-        self.kv.pool.release(self.number)
+            self.slots.abort()
+        self.pinned.release()
 
 
 class Copies:
@@ -240,8 +237,8 @@ class Copies:
 class KV(Store):
     """The pool on a mount, with the session of a way."""
 
-    def __init__(self, a, model, library, volume, way, blocks):
-        super().__init__(a, model, library, volume.mount, flags=way.flags, **session_options(a, way))
+    def __init__(self, a, model, volume, way, blocks):
+        super().__init__(a, model, volume.mount, polling=way.polling, **session_options(a, way))
         self.volume = volume
         self.requests, self.salt = 1, os.urandom(16)  # no other session has the same keys
         self.table = model.table.tolist()
@@ -261,11 +258,11 @@ class KV(Store):
         """Bytes a second of layers that are restored one behind the other, with no compute."""
         request = self.next_request()
         leases = self.pin(request, blocks)
-        layers = self.pool.layers(0, leases, self.memory, self.table[:blocks])
+        layers = self.pool.retrieve(leases, self.memory, self.table[:blocks])
         synchronize(self.model)
         flying, n, begin = [], 0, time.perf_counter()
         while not n or n % self.model.layers or time.perf_counter() - begin < seconds:
-            flying.append(layers.retrieve(n % self.model.layers))
+            flying.append(layers.begin(n % self.model.layers))
             n += 1
             if len(flying) == RESTORES_FLYING:
                 flying.pop(0).wait()
@@ -274,7 +271,7 @@ class KV(Store):
         rate = n * blocks * 2 * self.model.run_bytes() / (time.perf_counter() - begin)
         layers.check()
         layers.close()
-        self.pool.release(request)
+        leases.release()
         return rate
 
 
@@ -291,9 +288,9 @@ class Backlog:
 
     def __enter__(self):
         kv = self.kv
-        self.number = kv.next_request()
-        leases = kv.pool.reserve(self.number, kv.next_keys(SPARE_BLOCKS), kv.model.block)
-        self.layers = kv.pool.layers(0, leases, kv.memory, kv.table[-SPARE_BLOCKS:], store=True)
+        kv.next_request()
+        self.slots = kv.pool.reserve(kv.next_keys(SPARE_BLOCKS))
+        self.layers = kv.pool.store(self.slots, kv.memory, kv.table[-SPARE_BLOCKS:])
         self.thread.start()
         return self
 
@@ -301,13 +298,13 @@ class Backlog:
         flying, n = [], 0
         try:
             while not self.stop.is_set():
-                flying.append(self.layers.store(n % self.kv.model.layers))
+                flying.append(self.layers.begin(n % self.kv.model.layers))
                 n += 1
                 if len(flying) == BACKLOG_FLYING:
                     flying.pop(0).wait()
             for transfer in flying:
                 transfer.wait()
-        except tt.Error as e:  # told when the backlog ends
+        except tuttifs.Error as e:  # told when the backlog ends
             self.error = e
 
     def __exit__(self, kind, value, trace):
@@ -316,15 +313,14 @@ class Backlog:
         if self.error and not kind:
             raise self.error
         self.layers.close()
-        self.kv.pool.abort(self.number)
+        self.slots.abort()
 
 
 class Bench:
     def __init__(self, a, report, save):
         self.a, self.report, self.save = a, report, save
         self.end = time.monotonic() + a.limit
-        self.library = tt.Library(a.lib)
-        self.features = Features(self.library, a)
+        self.features = Features(a)
         note(f"weights and pool on {a.device} ...")
         # Model takes its pool's size from a.
         self.model = Model(model_arguments(a))
@@ -408,15 +404,11 @@ class Bench:
         for t in model.pool:
             t.zero_()
         synchronize(model)
-        leases = kv.pool.pin(number, kv.keys[:request.cached] + request.keys)
+        leases = kv.pool.pin(kv.keys[:request.cached] + request.keys, number)
         if len(leases) != request.blocks:
             raise RuntimeError(f"{len(leases)} of {request.blocks} blocks found once the new ones were stored")
-        layers = kv.pool.layers(0, leases, kv.memory, kv.table[:request.blocks])
-        for transfer in [layers.retrieve(layer) for layer in range(model.layers)]:
-            transfer.wait()
-        layers.check()
-        layers.close()
-        kv.pool.release(number)
+        with leases, kv.pool.retrieve(leases, kv.memory, kv.table[:request.blocks]) as layers:
+            layers.move_all(model.layers)
         for layer, (t, want) in enumerate(zip(model.pool, computed)):
             if not same_bits(t.index_select(1 - model.kv_axis, blocks), want):
                 raise SystemExit(f"layer {layer} of the new blocks was not stored as it was")
@@ -472,7 +464,7 @@ class Bench:
             volume.remount(options)
         most = max(p["tokens"] for p in plans) // self.a.block
         self.reset(clear=False)  # what KV stores
-        kv = KV(self.a, self.model, self.library, volume, way, most)
+        kv = KV(self.a, self.model, volume, way, most)
 
         def source(plan):
             return lambda: Request(kv, way, plan["cached_tokens"] // self.a.block, plan["tokens"] // self.a.block)
@@ -488,7 +480,8 @@ class Bench:
                 with Backlog(kv):
                     self.cells(with_stores("backlog"), source, kv, check=False)
             stats = volume.stats()
-            self.report["sessions"].append({"drives": plans[0]["drives"], "way": name, "session": kv.session.stats(),
+            self.report["sessions"].append({"drives": plans[0]["drives"], "way": name,
+                                            "session": dataclasses.asdict(kv.session.stats()),
                                             "mount": {k: v for k, v in stats.items() if k in ("phases", "io", "drives")}})
         finally:
             kv.close()
@@ -588,7 +581,7 @@ class Bench:
         """A way that fails is told, and the others have their turn. Wrong bytes end everything."""
         try:
             f()
-        except (tt.Error, RuntimeError, OSError) as e:
+        except (tuttifs.Error, RuntimeError, OSError) as e:
             text = f"{plans[0]['drives']}, {plans[0]['way']}: {type(e).__name__}: {e}"
             note(text)
             self.report["failures"].append(text)

@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import json
 import os
 import queue
 import shutil
@@ -16,10 +15,9 @@ import torch
 import torch.nn.attention
 import torch.nn.functional as F
 
-import tuttifs_ctypes as tt
-
-
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "python"))
+import tuttifs  # noqa: E402
 
 
 def add_arguments(p):
@@ -43,6 +41,7 @@ def settle(p, a):
     a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8))
     if a.cpu and a.layout == "kv-first":
         p.error("the CPU executor takes one run a block: --layout blocks-first")
+    os.environ["TUTTIFS_LIBRARY"] = os.path.abspath(a.lib)
 
 
 def note(text):
@@ -184,33 +183,21 @@ def same_bits(got, want):
 class Store:
     """A model's pool, registered in a session of its own on a mount, and keys for a prompt as long as the pool."""
 
-    def __init__(self, a, model, library, mount, flags=0, **options):
-        self.model = model
-        flags |= 0 if a.cpu else tt.GPU
-        device = str(model.device.index or 0).encode()
-        self.session = tt.Session(library, mount, flags=flags, device=None if a.cpu else device,
-                                  staging_bytes=a.staging_mib << 20, bounce_bytes=a.bounce_mib << 20, **options)
-        run = model.run_bytes()
+    def __init__(self, a, model, mount, **options):
+        self.model, self.mount = model, tuttifs.Store(mount)
+        self.session = self.mount.session(model.device, staging_bytes=a.staging_mib << 20,
+                                          bounce_bytes=a.bounce_mib << 20, **options)
         identity = {"model": "llama-3-8b-shaped", "revision": "random", "weights_epoch": 1,
                     "dtype": str(model.dtype).split(".")[1], "quantisation": "none", "scale_format": "none",
-                    "layout": "NHD", "page_bytes": 2 * run, "block_tokens": a.block, "file_tokens": a.block, "tp": 1,
-                    "pp": 1, "cp": 1, "group": "full"}
-        self.pool = self.session.pool("llama", json.dumps(identity), a.block, [run, run],
-                                      [(layer, 0, 0, 2) for layer in range(model.layers)])
-        blocks = len(model.table)
-        classes = []
-        for t in model.pool:
-            k, v = (t.select(model.kv_axis, i) for i in (0, 1))
-            stride = k.stride(0) * k.element_size()
-            if model.kv_axis == 0:
-                classes.append([(k.data_ptr(), stride, run), (v.data_ptr(), stride, run)])
-            else:  # V follows K
-                classes.append([(k.data_ptr(), stride, 2 * run)])
+                    "layout": "NHD", "page_bytes": 2 * model.run_bytes(), "block_tokens": a.block,
+                    "file_tokens": a.block, "tp": 1, "pp": 1, "cp": 1, "group": "full"}
+        paged = tuttifs.Paged.of(model.pool, 1 - model.kv_axis)
+        self.pool = self.session.pool("llama", identity, paged.objects())
         begin = time.perf_counter()
-        self.memory = self.session.register_paged(blocks, classes)
-        self.registration = {"seconds": time.perf_counter() - begin, "device_bytes": self.session.cost(self.memory),
-                             "runs": blocks * len(classes) * len(classes[0])}
-        self.keys = chain(b"prompt", blocks)
+        self.memory = self.session.register(paged)
+        self.registration = {"seconds": time.perf_counter() - begin, "device_bytes": self.memory.device_bytes,
+                             "runs": paged.blocks * sum(len(c.runs) for c in paged.classes)}
+        self.keys = chain(b"prompt", len(model.table))
 
     def event(self):
         """Behind what is enqueued so far; None without a GPU, where nothing is left to wait for."""
@@ -224,25 +211,22 @@ class Store:
         """Stores the prompt's first blocks, and returns how long it took."""
         synchronize(self.model)
         begin = time.perf_counter()
-        leases = self.pool.reserve(1, self.keys[:blocks], self.model.block)
-        after = self.event()
-        layers = self.pool.layers(0, leases, self.memory, self.model.table[:blocks].tolist(), store=True)
-        for transfer in [layers.store(layer, after) for layer in range(self.model.layers)]:
-            transfer.wait()
-        layers.finish()
-        layers.close()
-        self.pool.commit(1, [0])
+        with self.pool.reserve(self.keys[:blocks]) as slots:
+            after = self.event()
+            with self.pool.store(slots, self.memory, self.model.table[:blocks].tolist()) as layers:
+                layers.move_all(self.model.layers, after)
+                slots.commit()
         return time.perf_counter() - begin
 
     def pin(self, request, blocks):
-        leases = self.pool.pin(request, self.keys[:blocks])
+        leases = self.pool.pin(self.keys[:blocks], request)
         if len(leases) != blocks:
             raise RuntimeError(f"{len(leases)} of {blocks} blocks found")
         return leases
 
     def close(self):
-        self.session.unregister(self.memory)
         self.session.close()
+        self.mount.close()
 
 
 def chain(parent, n):

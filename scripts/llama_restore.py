@@ -17,6 +17,7 @@ Hidden states of all new tokens and the logits are compared with those of hbm, b
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import statistics
 import threading
@@ -25,7 +26,6 @@ import time
 import torch
 
 import kv_model
-import tuttifs_ctypes as tt
 from kv_model import Dram, Model, Store, note, random_tokens, same_bits, synchronize
 from ram_volume import RamVolume
 
@@ -59,19 +59,19 @@ class Tuttifs(Store):
     """The prompt's blocks on a mount."""
 
     def __init__(self, a, model, mount):
-        super().__init__(a, model, tt.Library(a.lib), mount)
+        super().__init__(a, model, mount)
         self.request = 0
 
     def begin(self, blocks):
         """Looks the first blocks up and begins to restore their first layer."""
         self.request += 1
         marks = [time.perf_counter()]
-        leases = self.pin(self.request, blocks)
+        self.leases = self.pin(self.request, blocks)
         marks.append(time.perf_counter())
         after = self.event()  # the pool's last reader
-        self.layers = self.pool.layers(0, leases, self.memory, self.model.table[:blocks].tolist())
+        self.layers = self.pool.retrieve(self.leases, self.memory, self.model.table[:blocks].tolist())
         marks.append(time.perf_counter())
-        self.transfers = [self.layers.retrieve(0, after)]
+        self.transfers = [self.layers.begin(0, after)]
         marks.append(time.perf_counter())
         self.after = after
         self.phases = dict(zip(("pin", "trailers", "issue"), (y - x for x, y in zip(marks, marks[1:]))))
@@ -85,7 +85,7 @@ class Tuttifs(Store):
             # Nothing can be computed before the first layer is there, so it has the drives to itself. From then on two
             # layers are under way beside the compute; to issue all of them at once would keep it waiting.
             while len(self.transfers) < min(layer + 3, self.model.layers):
-                self.transfers.append(self.layers.retrieve(len(self.transfers), after))
+                self.transfers.append(self.layers.begin(len(self.transfers), after))
         return before
 
     def end(self):
@@ -93,7 +93,7 @@ class Tuttifs(Store):
             transfer.wait()
         self.layers.check()
         self.layers.close()
-        self.pool.release(self.request)
+        self.leases.release()
 
 
 class Churn:
@@ -258,7 +258,7 @@ def main():
             if "tuttifs" in a.modes:
                 report["within_3_percent_to_95"] = all(c["ratio_of_pairs"]["tuttifs"] <= 1.03 for c in report["cases"]
                                                        if c["cached_percent"] <= 95)
-            report["session"] = bench.store_of.session.stats()
+            report["session"] = dataclasses.asdict(bench.store_of.session.stats())
         finally:
             bench.close()
     if a.json:

@@ -13,6 +13,7 @@ which threads copy, since a drive in memory copies every byte once.
 
 import argparse
 import ctypes
+import dataclasses
 import hashlib
 import json
 import multiprocessing
@@ -22,10 +23,12 @@ import sys
 import threading
 import time
 
-import tuttifs_ctypes as tt
 from ram_volume import RamVolume
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "python"))
+import tuttifs  # noqa: E402
+
 BLOCK_TOKENS, HEADS, HEAD = 64, 4, 128  # of a rank: half of Llama-3-8B's eight heads; K and V of 64 KiB each
 ANSWER_SECONDS = 120
 
@@ -56,15 +59,14 @@ class Rank:
         self.device = torch.device("cpu" if a.device == "cpu" else f"cuda:{rank % a.gpus}")
         if a.device != "cpu":
             torch.cuda.set_device(self.device)
-        self.session = tt.Session(tt.Library(a.lib), mount, token=token, flags=0 if a.device == "cpu" else tt.GPU,
-                                  device=None if a.device == "cpu" else str(rank % a.gpus).encode())
+        os.environ["TUTTIFS_LIBRARY"] = os.path.abspath(a.lib)
+        self.mount = tuttifs.Store(mount)
+        self.session = self.mount.join(token, self.device) if token else self.mount.session(self.device)
         self.run = BLOCK_TOKENS * HEADS * HEAD * 2
         identity = {"model": "tensor-parallel", "revision": "random", "weights_epoch": 1, "dtype": "bf16",
                     "quantisation": "none", "scale_format": "none", "layout": "NHD", "page_bytes": 2 * self.run,
                     "block_tokens": BLOCK_TOKENS, "file_tokens": BLOCK_TOKENS, "tp": a.ranks, "pp": 1, "cp": 1,
                     "group": "full"}
-        objects = [(layer, r, 0, 2) for layer in range(a.layers) for r in range(a.ranks)]
-        self.pool = self.session.pool("ranks", json.dumps(identity), BLOCK_TOKENS, [self.run] * 2, objects)
         # The CPU executor takes one run a block, so K and V of a block lie together there.
         shape = (a.files, 2, self.run) if a.device == "cpu" else (2, a.files, self.run)
         g = torch.Generator(device=self.device).manual_seed(100 + rank)
@@ -72,11 +74,9 @@ class Rank:
                        for _ in range(a.layers)]
         self.wanted = [t.clone() for t in self.memory]
         self.bytes = sum(t.numel() for t in self.memory)
-        if a.device == "cpu":
-            classes = [[(t.data_ptr(), 2 * self.run, 2 * self.run)] for t in self.memory]
-        else:
-            classes = [[(t[i].data_ptr(), self.run, self.run) for i in (0, 1)] for t in self.memory]
-        self.registered = self.session.register_paged(a.files, classes)
+        paged = tuttifs.Paged.of(self.memory, 0 if a.device == "cpu" else 1)
+        self.pool = self.session.pool("ranks", identity, paged.objects(a.ranks))
+        self.registered = self.session.register(paged)
         self.blocks = torch.randperm(a.files, generator=torch.Generator().manual_seed(7)).tolist()
         self.keys, parent = [], b"ranks"
         for i in range(a.files):
@@ -88,7 +88,7 @@ class Rank:
         return self.session.describe()
 
     def token(self):
-        return self.session.token()
+        return self.session.token
 
     def synchronize(self):
         if self.device.type == "cuda":
@@ -96,22 +96,19 @@ class Rank:
 
     def store(self):
         """Stores this rank's objects of all files, uncommitted. Returns the rate in bytes a second."""
-        leases = self.pool.reserve(1, self.keys, BLOCK_TOKENS)
+        self.slots = self.pool.reserve(self.keys, reserve=1)
         self.synchronize()
         begin = time.perf_counter()
-        layers = self.pool.layers(self.rank, leases, self.registered, self.blocks, store=True)
-        for transfer in [layers.store(layer) for layer in range(self.a.layers)]:
-            transfer.wait()
-        layers.finish()
-        layers.close()
+        with self.pool.store(self.slots, self.registered, self.blocks, rank=self.rank) as layers:
+            layers.move_all(self.a.layers)
         return self.bytes / (time.perf_counter() - begin)
 
     def commit_begin(self):
         """Commits in the background: that ends when the last rank has committed."""
         def commit():
             try:
-                self.pool.commit(1, [self.rank])
-            except tt.Error as e:
+                self.slots.commit([self.rank])
+            except tuttifs.Error as e:
                 self.commit_error = e
         self.commit_error = None
         self.committer = threading.Thread(target=commit)
@@ -132,15 +129,15 @@ class Rank:
         self.synchronize()
         self.request += 1
         request = self.request * self.a.ranks + self.rank
-        self.leases = self.pool.pin(request, self.keys)
+        self.leases = self.pool.pin(self.keys, request)
         if len(self.leases) != self.a.files:
             raise RuntimeError(f"rank {self.rank}: {len(self.leases)} of {self.a.files} files found")
 
     def restore(self):
         """Restores all layers. Returns when it began and ended, by a clock that all processes share."""
         begin = time.monotonic()
-        layers = self.pool.layers(self.rank, self.leases, self.registered, self.blocks)
-        for transfer in [layers.retrieve(layer) for layer in range(self.a.layers)]:
+        layers = self.pool.retrieve(self.leases, self.registered, self.blocks, rank=self.rank)
+        for transfer in [layers.begin(layer) for layer in range(self.a.layers)]:
             transfer.wait()
         end = time.monotonic()
         layers.check()
@@ -153,17 +150,17 @@ class Rank:
         for layer, (got, want) in enumerate(zip(self.memory, self.wanted)):
             if not self.torch.equal(got, want):
                 raise RuntimeError(f"rank {self.rank}: layer {layer} was not restored as it was stored")
-        self.pool.release(self.request * self.a.ranks + self.rank)
+        self.leases.release()
 
     def size(self):
         return self.bytes
 
     def stats(self):
-        return self.session.stats()
+        return dataclasses.asdict(self.session.stats())
 
     def close(self):
-        self.session.unregister(self.registered)
         self.session.close()
+        self.mount.close()
 
 
 def serve(pipe, a, rank, mount, token):

@@ -36,6 +36,7 @@ class RoundTrip(Mounted):
             self.assertEqual([x.status for x in all_of_it][:4], [tuttifs.Status.EXISTS] * 3 + [tuttifs.Status.NEW])
             with self.pool.store(all_of_it, self.memory, list(range(8))) as layers:
                 self.assertEqual(layers.slots, [3, 4, 5, 6, 7])
+            self.assertEqual(all_of_it[2:6].to_be_written(), [1, 2, 3])
         self.assertEqual(self.pool.peek(keys), 3, "what was not committed was given up")
         with self.pool.reserve(keys, start=3) as rest, self.pool.store(rest, self.memory, list(range(3, 8))) as layers:
             self.assertEqual(len(rest), 5)
@@ -212,7 +213,7 @@ class Damage(Mounted):
         keys = tuttifs.keys(PROMPT, 4)
         store(self.pool, self.memory, self.cache, keys, list(range(8)))
         with self.pool.pin(keys) as leases:
-            leases._c(2).seed[5] ^= 1
+            leases._array[2].seed[5] ^= 1
             with self.pool.retrieve(leases, self.memory, list(range(8))) as layers:
                 with self.assertRaises(tuttifs.ChecksumError) as caught:
                     layers.move_all(3)
@@ -239,6 +240,7 @@ class Refusals(Mounted):
         self.refused(invalid, self.store.join, b"short")
         self.refused(tuttifs.StaleError, self.store.join, bytes(16))
         self.refused(invalid, self.store.session, auto=True)
+        self.refused(invalid, self.store.session, polling=True)
         self.refused(invalid, self.store.session, depth=3)
         with self.assertRaises(TypeError):
             self.store.session(lane=3)

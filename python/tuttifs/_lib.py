@@ -14,7 +14,7 @@ from .errors import error
 MAJOR = 1
 NATIVE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_native")  # what a wheel brings along
 
-GPU, GPU_AUTO = 1, 2  # flags of sessions
+GPU, GPU_AUTO, POLLING = 1, 2, 4  # flags of sessions
 STORE = 1  # of layers
 PARTIAL = 1  # of reservations
 PADDED = 1  # of host memory

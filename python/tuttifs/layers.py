@@ -6,7 +6,7 @@ import asyncio
 import ctypes as C
 import threading
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Optional, Sequence, Type
+from typing import TYPE_CHECKING, Any, Callable, Dict, Generator, List, Optional, Sequence, Set, Type
 
 from . import _lib
 from .errors import Error, InvalidError, error
@@ -38,23 +38,23 @@ class Layers:
     whole. A store ends with `finish`, before `Reservation.commit`.
     """
 
-    def __init__(self, pool: "Pool", leases: Leases, wanted: Sequence[int], memory: Optional["Memory"],
-                 blocks: Optional[Sequence[int]], rank: int, *, store: bool) -> None:
+    def __init__(self, pool: "Pool", leases: Leases, wanted: Optional[Sequence[int]], memory: Optional["Memory"],
+                 blocks: Optional[Sequence[int]], rank: int) -> None:
+        """wanted: the numbers of the leases that are to be stored. None: all are retrieved."""
         if (memory is None) != (blocks is None):
             raise InvalidError("memory goes with blocks")
         if blocks is not None and len(blocks) != len(leases):
             raise InvalidError(f"{len(blocks)} blocks for {len(leases)} leases")
-        self._lib, self.pool, self.storing = pool._lib, pool, store
-        self.slots = list(wanted)  # slot i of the batch is leases[slots[i]]
+        self._lib, self.pool, self.storing = pool._lib, pool, wanted is not None
+        self.slots = range(len(leases)) if wanted is None else wanted  # slot i of the batch is leases[slots[i]]
         self._memory = memory  # kept from being given back by the garbage collector
         n = len(self.slots)
-        table = (_lib.Lease * max(1, n))(*[leases._c(i) for i in self.slots])
         places = None if blocks is None else (C.c_uint64 * max(1, n))(*[blocks[i] for i in self.slots])
         self._h = C.c_void_p()
-        self._lib.layers_open(pool._h, rank, _lib.STORE if store else 0, table, n,
+        self._lib.layers_open(pool._h, rank, _lib.STORE if self.storing else 0, leases._c(self.slots), n,
                               None if memory is None else memory._h, places, C.byref(self._h))
         self._lock = threading.Lock()
-        self._begun: List[Transfer] = []
+        self._begun: Set[Transfer] = set()  # and not waited for
         self._closed = False
 
     def begin(self, layer: int, after: Any = None) -> "Transfer":
@@ -78,8 +78,12 @@ class Layers:
         verb(event_handle(after), C.byref(h))
         transfer = Transfer(self, h, after)
         with self._lock:
-            self._begun.append(transfer)
+            self._begun.add(transfer)
         return transfer
+
+    def _ended(self, transfer: "Transfer") -> None:
+        with self._lock:
+            self._begun.discard(transfer)
 
     def move_all(self, layers: int, after: Any = None) -> None:
         """Moves layers 0 to layers - 1, waits for them, and raises where a file is not whole. A store is finished too."""
@@ -162,6 +166,7 @@ class Transfer:
                 except Error as e:
                     self._result = [e]  # the library has given the transfer back all the same
                 self._after = None
+                self._layers._ended(self)
         for failure in self._result:
             raise failure
 

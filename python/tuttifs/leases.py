@@ -6,7 +6,7 @@ import asyncio
 import ctypes as C
 import enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Sequence, Type, Union, overload
+from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Sequence, Type, Union, overload
 
 from . import _lib
 from .errors import NotFoundError
@@ -71,8 +71,16 @@ class Leases(Sequence[Lease]):
             status = Status.OTHER
         return Lease(c.slot, c.tokens, c.generation, bytes(c.seed), status)
 
-    def _c(self, index: int) -> Any:
-        return self._array[self._first + index]
+    def to_be_written(self) -> List[int]:
+        """The numbers of the leases whose files this rank is to write."""
+        wanted, first = (Status.NEW, Status.JOINED), self._first
+        return [i for i in range(self._count) if self._array[first + i].status in wanted]
+
+    def _c(self, some: Optional[Sequence[int]]) -> Any:
+        """The leases, or some of them, for C."""
+        if some is None or len(some) == self._count:
+            return C.byref(self._array, self._first * C.sizeof(_lib.Lease)) if self._count else None
+        return (_lib.Lease * max(1, len(some)))(*[self._array[self._first + i] for i in some])
 
 
 class Pinned(Leases):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import secrets
+import struct
 import weakref
 from types import TracebackType
 from typing import Any, Dict, Mapping, Optional, Sequence, Type, Union
@@ -18,6 +19,7 @@ from .layout import Extent, Object, Paged, Run, extent
 from .leases import Lease, Leases, Pinned, Reservation
 
 KEY_BYTES = 32
+_ITEM = struct.Struct("=32s32sII")  # _lib.Item
 
 
 def encoded(text: str, what: str) -> bytes:
@@ -60,23 +62,25 @@ class Store(Closing):
         self._lib.open(os.fsencode(self.path), C.byref(self._h))
         self._finalizer = weakref.finalize(self, _quietly, self._lib.close, self._h)
 
-    def session(self, device: Any = "cpu", *, auto: bool = False, **options: int) -> "Session":
+    def session(self, device: Any = "cpu", *, auto: bool = False, polling: bool = False, **options: int) -> "Session":
         """A new session, of which this process is the first member. Waits for the daemon.
 
         device: the executor, and where registered tensors are: "cpu"; "cuda", "cuda:1", a `torch.device` or an ordinal; a
             GPU's PCI bus address or UUID.
         auto: with a GPU: take the CPU where there is no driver or no GPU.
+        polling: with a GPU: kernels that poll in place of the ring. A baseline, not for use.
         options: lanes, depth, dma_bytes, bounce_bytes, staging_bytes, arena_bytes, chunk_commands, deadline_ms, store_bytes
             as in include/libtuttifs.h; 0 or left out for the defaults.
         """
-        return Session(self, None, device, auto, options)
+        return Session(self, None, _device(device, auto, polling), options)
 
-    def join(self, token: bytes, device: Any = "cpu", *, auto: bool = False, **options: int) -> "Session":
+    def join(self, token: bytes, device: Any = "cpu", *, auto: bool = False, polling: bool = False,
+             **options: int) -> "Session":
         """Joins the session with that token (`Session.token`, 16 bytes), as each rank's process does. The rest is as in
         `session`."""
         if len(token) != 16:
             raise InvalidError(f"a session's token has 16 bytes, this one {len(token)}")
-        return Session(self, token, device, auto, options)
+        return Session(self, token, _device(device, auto, polling), options)
 
     def close(self) -> None:
         """Closes the mount. Its sessions go on."""
@@ -133,15 +137,17 @@ class StoreStats:
     blocked_ns: int  # in which a store waited for room
 
 
-def _device(device: Any, auto: bool) -> Dict[str, Any]:
+def _device(device: Any, auto: bool, polling: bool) -> Dict[str, Any]:
+    """The options that say which executor."""
     name = str(device)
     if name == "cpu":
-        if auto:
-            raise InvalidError('auto goes with a GPU: device="cuda"')
+        if auto or polling:
+            raise InvalidError('auto and polling go with a GPU: device="cuda"')
         return {}
     if name.startswith("cuda"):
         name = name[len("cuda"):].lstrip(":") or "0"
-    return {"flags": _lib.GPU | (_lib.GPU_AUTO if auto else 0), "device": encoded(name, "device")}
+    flags = _lib.GPU | (_lib.GPU_AUTO if auto else 0) | (_lib.POLLING if polling else 0)
+    return {"flags": flags, "device": encoded(name, "device")}
 
 
 class Session(Closing):
@@ -150,13 +156,14 @@ class Session(Closing):
     Closing it, or its end as an object, ends what is in flight and everything that was made from it.
     """
 
-    def __init__(self, store: Store, token: Optional[bytes], device: Any, auto: bool, options: Mapping[str, int]) -> None:
+    def __init__(self, store: Store, token: Optional[bytes], executor: Mapping[str, Any],
+                 options: Mapping[str, int]) -> None:
         self._lib = store._lib
         unknown = set(options) - {"lanes", "depth", "dma_bytes", "bounce_bytes", "staging_bytes", "arena_bytes",
                                   "chunk_commands", "deadline_ms", "store_bytes"}
         if unknown:
             raise TypeError(f"unknown options of a session: {', '.join(sorted(unknown))}")
-        o = _lib.SessionOptions(**options, **_device(device, auto))
+        o = _lib.SessionOptions(**options, **executor)
         self._h = C.c_void_p()
         if token is None:
             self._lib.session_create(store._h, C.byref(o), C.byref(self._h))
@@ -390,13 +397,8 @@ class Pool(Closing):
             raise InvalidError(f"start {start} in a chain of {len(keys)} files")
         reserve = secrets.randbits(63) if reserve is None else reserve
         joined(keys)
-        count = len(keys) - start
-        items = (_lib.Item * max(1, count))()
-        for i, item in enumerate(items[:count], start):
-            C.memmove(C.addressof(item) + _lib.Item.key.offset, keys[i], KEY_BYTES)
-            if i:
-                C.memmove(C.addressof(item) + _lib.Item.parent.offset, keys[i - 1], KEY_BYTES)
-            item.tokens, item.position = self.tokens_per_file, i
+        count, parents = len(keys) - start, [bytes(KEY_BYTES), *keys]
+        items = b"".join([_ITEM.pack(keys[i], parents[i], self.tokens_per_file, i) for i in range(start, len(keys))])
         n, leases = C.c_uint64(), (_lib.Lease * max(1, count))()
         self._lib.reserve(self._h, tenant, reserve, items, count, _lib.PARTIAL if partial else 0, leases, C.byref(n))
         return Reservation(self, reserve, leases, n.value)
@@ -408,7 +410,7 @@ class Pool(Closing):
         blocks: the block for each lease. memory and blocks are left out where layers are moved by `Layers.begin_at`.
         Reads and verifies the files' trailers first, and waits for them; one that is damaged is in `Layers.failed`.
         """
-        return Layers(self, leases, range(len(leases)), memory, blocks, rank, store=False)
+        return Layers(self, leases, None, memory, blocks, rank)
 
     def store(self, reservation: Leases, memory: Optional[Memory] = None, blocks: Optional[Sequence[int]] = None, *,
               rank: int = 0) -> Layers:
@@ -416,8 +418,7 @@ class Pool(Closing):
 
         blocks: the block for each lease, also for those that need no writing: they are left out.
         """
-        wanted = [i for i, lease in enumerate(reservation) if lease.status.to_be_written]
-        return Layers(self, reservation, wanted, memory, blocks, rank, store=True)
+        return Layers(self, reservation, reservation.to_be_written(), memory, blocks, rank)
 
     def report_bad(self, lease: Lease) -> None:
         """Says that a pinned file's bytes are damaged. The daemon looks itself, and evicts it if so. Waits for that."""
