@@ -55,10 +55,24 @@ func newWorldOn(t testing.TB, drives []drive.Drive, g gpufile.Options, o Control
 
 func openWorld(t testing.TB, drives []drive.Drive, x extentmap.Options, g gpufile.Options, o ControlOptions) *world {
 	t.Helper()
+	return openWorldAs(t, Options{}, drives, x, g, o)
+}
+
+// openWorldAs has what a mount of these options makes of its drives: with phases, and modelled where it has profiles.
+func openWorldAs(t testing.TB, as Options, drives []drive.Drive, x extentmap.Options, g gpufile.Options,
+	o ControlOptions) *world {
+	t.Helper()
 	w := &world{t: t}
+	as.DriveTimeout = max(x.DriveTimeout, 0)
+	as.fill()
+	mounted := make([]drive.Drive, len(drives))
+	for i, d := range drives {
+		mounted[i] = &mountedDrive{Drive: d}
+	}
 	var err error
-	w.volume, err = extentmap.OpenDrives(drives, x)
+	w.volume, err = extentmap.OpenDrives(mounted, x)
 	require.NoError(t, err)
+	require.NoError(t, as.beginAll(w.volume))
 	w.store, err = gpufile.Open(w.volume, g)
 	require.NoError(t, err)
 	w.store.SetVerifier(func(*gpufile.Pool, uint32, checksum.Seed) gpufile.Verdict { return gpufile.Damaged })

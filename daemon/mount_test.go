@@ -28,11 +28,12 @@ const helperVariable = "TUTTIFS_TEST_HELPER"
 
 // helper functions get what the starting test passed: usually the mount point.
 var helpers = map[string]func(t *testing.T, mount string) error{
-	"verbs":  helpVerbs,
-	"engine": helpEngine,
-	"fork":   helpFork,
-	"serve":  helpServe,
-	"fill":   helpFill,
+	"verbs":   helpVerbs,
+	"engine":  helpEngine,
+	"fork":    helpFork,
+	"serve":   helpServe,
+	"fill":    helpFill,
+	"reading": helpReading,
 
 	"stranger": helpStranger,
 }

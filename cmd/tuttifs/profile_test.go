@@ -95,3 +95,39 @@ func TestLoadProfile(t *testing.T) {
 		require.Error(t, err, path)
 	}
 }
+
+// Phases are on unless a mount says otherwise; the options that are in effect, and what came of them, are shown.
+func TestPhasesOfAMount(t *testing.T) {
+	paths := formatted(t, 2, "128m")
+	dir := mountPoint(t)
+	for _, bad := range []string{"phases=maybe", "phase_patience=3s", "phase_metadata=1us", "phase_turn=5", "phase_quiet=0"} {
+		refused(t, 1, bad, "mount", paths[0], dir, "-o", bad)
+	}
+	for _, off := range []bool{false, true} {
+		options := "phase_patience=50ms,phase_quiet=100us"
+		if off {
+			options += ",phases=off"
+		}
+		tuttifs(t, "mount", paths[0], dir, "-o", "sockets="+filepath.Dir(dir), "-o", options)
+		replayed(t, smallTrace(t, 8), dir, "--scale", "64")
+		doc := decode[infoDocument](t, tuttifs(t, "info", "--json", dir))
+		require.Equal(t, daemon.PhaseOptions{On: !off, PatienceSeconds: .05, MetadataSeconds: .01, TurnSeconds: .005,
+			QuietSeconds: .0001, StuckSeconds: 5}, *doc.PhaseOptions)
+		require.Len(t, doc.Phases, 2)
+		for _, p := range doc.Phases {
+			require.Equal(t, off, p.Switches == 0)
+			if !off {
+				require.Zero(t, p.Mixed)
+				require.Zero(t, p.Stuck)
+			}
+		}
+		text := tuttifs(t, "info", dir)
+		require.Contains(t, text, "SWITCHES")
+		if off {
+			require.Contains(t, text, "may mix")
+		} else {
+			require.Contains(t, text, "those that have waited 50ms (metadata 10ms) take a turn of 5ms")
+		}
+		tuttifs(t, "umount", dir)
+	}
+}
