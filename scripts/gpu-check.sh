@@ -55,9 +55,10 @@ together() {
 
 some='./^(Geometries|Mixed|Order|Faults|Storm|HeldWrites|Concurrent|Layers)$'
 check kernels 40 cuda/cudatest '^TestGPU' || failed=1
-check ring 70 gio '^TestGPU(Load|Compute|Store|Registers)|^TestGPU$/^ring$' & ring=$!
+check ring 70 gio '^TestGPU(Load|Compute|StoreWaits|StoreFrees|Registers)|^TestGPU$/^ring$' & ring=$!
 check polling 70 gio '^TestGPU$/^polling$' & polling=$!
-together $ring $polling
+check stores 70 gio '^TestGPU(Stores|Paced)$' & stores=$!
+together $ring $polling $stores
 check two-processes 40 engine '^TestGPUProcess' || failed=1
 beside=
 if python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
