@@ -46,7 +46,7 @@ type bench struct {
 
 type benchShape struct {
 	lanes, drives, depth int
-	bounce               int
+	bounce, store        int
 	units                []int // of the objects
 	config               func(c *GPUConfig)
 	api                  func(a *cuda.API)
@@ -71,7 +71,7 @@ func newBench(t testing.TB, s benchShape) *bench {
 	b.ctx, err = device.Primary()
 	require.NoError(t, err)
 	b.makeMap(s)
-	b.dma = page(s.bounce + 1<<20)
+	b.dma = page(s.bounce + s.store + 1<<20)
 	for l := range s.lanes {
 		b.lanes = append(b.lanes, nil)
 		for d := range s.drives {
@@ -86,7 +86,7 @@ func newBench(t testing.TB, s benchShape) *bench {
 	c := GPUConfig{
 		RingConfig: RingConfig{
 			Lanes: b.lanes, DMA: b.dma, DMABase: benchDMA, BounceBytes: s.bounce, SGL: true,
-			Deadline: 20 * time.Second, Quiesce: b.quiesce, Reattach: b.reattach,
+			Deadline: 20 * time.Second, Quiesce: b.quiesce, Reattach: b.reattach, StoreBytes: s.store,
 		},
 		Context: b.ctx, StagingBytes: 8 << 20,
 	}
