@@ -53,7 +53,8 @@ func newFlags(name string) *pflag.FlagSet {
 // commands is the table of verbs, in the order of the help.
 var commands = []func() *command{
 	newMkfs, newMount, newUmount, newFsck, newInfo, newStatus, newLs, newPrefixes, newEvict, newScrub,
-	newDriveList, newDriveAdd, newDriveReplace, newDriveForget, newDrivesCheck, newReplay, newTrace, newCost,
+	newDriveList, newDriveAdd, newDriveReplace, newDriveForget, newDrivesCheck, newDrivesBind, newDrivesUnbind, newDrives,
+	newReplay, newTrace, newCost,
 	newProfileDrive, newProfileModel,
 	newBenchMeta, newBenchRings, newBenchGPU,
 }

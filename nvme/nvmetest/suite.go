@@ -38,7 +38,8 @@ func Run(t *testing.T, r Rig) {
 		{"QueueLimits", queueLimits}, {"Pairs", pairs}, {"PRP", prp}, {"PRPStatus", prpStatus}, {"SGL", sgl},
 		{"SGLStatus", sglStatus}, {"TransferLimit", transferLimit}, {"IOStatus", ioStatus}, {"Flush", flush},
 		{"WriteZeroes", writeZeroes}, {"Deallocate", deallocate}, {"Compare", compare}, {"Load", load},
-		{"MediaError", mediaError}, {"Drive", driveModel}, {"Abort", abort}, {"Reset", reset}, {"ResetInFlight", resetInFlight},
+		{"MediaError", mediaError}, {"Drive", driveModel}, {"Abort", abort}, {"Reset", reset},
+		{"ResetInFlight", resetInFlight},
 		{"HeldReset", heldReset}, {"HeldTimeout", heldTimeout}, {"HeldClose", heldClose}, {"Format", format},
 		{"Removal", removal},
 	} {

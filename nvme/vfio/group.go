@@ -83,8 +83,8 @@ func (g *group) open() (err error) {
 		return fmt.Errorf("IOMMU group %s: %w", g.number, err)
 	}
 	if status.flags&groupViable == 0 {
-		return fmt.Errorf("IOMMU group %s: other devices of it are with drivers of the kernel: bind all of them to vfio-pci, "+
-			"or put the drive into another slot: %w", g.number, ErrUnsuitable)
+		return fmt.Errorf("IOMMU group %s: other devices of it are with drivers of the kernel: bind all of them to "+
+			"vfio-pci, or put the drive into another slot: %w", g.number, ErrUnsuitable)
 	}
 	fd := int32(g.container)
 	if _, err := ioctlArg(g.fd, ioctlSetContainer, unsafe.Pointer(&fd)); err != nil {

@@ -13,10 +13,10 @@ import (
 	"tuttifs/nvme/vfio"
 )
 
-// TestHardware is the conformance suite on controllers of the machine, through VFIO. TUTTIFS_NVME names them, and with
-// that gives everything on them away: addresses, separated by commas, each perhaps with a namespace (/2) and with blocks
-// that cannot be read (@FIRST+COUNT). With TUTTIFS_NVME_REMOVE, a shell command that takes the last one away by
-// surprise, that is tested last.
+// TestHardware is the conformance suite on controllers of the machine, through VFIO. TUTTIFS_NVME names them, and gives
+// everything on them away: addresses, separated by commas, each perhaps with a namespace (/2) and with blocks that
+// cannot be read (@FIRST+COUNT). With TUTTIFS_NVME_REMOVE, a shell command that takes the last one away by surprise,
+// that is tested last.
 func TestHardware(t *testing.T) {
 	names := os.Getenv("TUTTIFS_NVME")
 	if names == "" {

@@ -179,6 +179,7 @@ func (m *Machine) device(address string, uses map[string][]string) Device {
 				d.Disks = append(d.Disks, m.disk(append(at, disk), disk, uses))
 			}
 		}
+		slices.SortFunc(d.Disks, func(a, b Disk) int { return cmp.Compare(a.NSID, b.NSID) })
 	}
 	return d
 }
@@ -231,25 +232,49 @@ func (m *Machine) uses() (map[string][]string, error) {
 	if err != nil {
 		return nil, fmt.Errorf("vfio: what is mounted cannot be known: %w", err)
 	}
-	for _, line := range strings.Split(string(b), "\n") {
-		if f := strings.Fields(line); len(f) > 4 {
-			out[f[2]] = append(out[f[2]], "mounted on "+f[4])
+	for line := range strings.Lines(string(b)) {
+		f := strings.Fields(line)
+		if len(f) < 5 {
+			continue
+		}
+		numbers := []string{f[2]}
+		// Filesystems of several devices have a number of their own: their source says more.
+		if i := slices.Index(f, "-"); i > 0 && i+2 < len(f) {
+			if n := m.numberOf(f[i+2]); n != "" && n != f[2] {
+				numbers = append(numbers, n)
+			}
+		}
+		for _, n := range numbers {
+			out[n] = append(out[n], "mounted on "+unescape(f[4]))
 		}
 	}
 	b, err = os.ReadFile(filepath.Join(m.proc, "swaps"))
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("vfio: what is swap cannot be known: %w", err)
 	}
-	for _, line := range strings.Split(string(b), "\n") {
+	for line := range strings.Lines(string(b)) {
 		if f := strings.Fields(line); len(f) > 1 && f[1] == "partition" {
-			var st unix.Stat_t
-			if unix.Stat(f[0], &st) == nil {
-				number := fmt.Sprintf("%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev))
-				out[number] = append(out[number], "swap")
+			if n := m.numberOf(unescape(f[0])); n != "" {
+				out[n] = append(out[n], "swap")
 			}
 		}
 	}
 	return out, nil
+}
+
+// numberOf is the number of a block device by its path in /dev, "" if it is none.
+func (m *Machine) numberOf(path string) string {
+	rel, ok := strings.CutPrefix(path, "/dev/")
+	var st unix.Stat_t
+	if !ok || unix.Stat(filepath.Join(m.dev, rel), &st) != nil || st.Mode&unix.S_IFMT != unix.S_IFBLK {
+		return ""
+	}
+	return fmt.Sprintf("%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev))
+}
+
+// unescape undoes the kernel's octal numbers for blanks and backslashes in paths.
+func unescape(path string) string {
+	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(path)
 }
 
 // Bind takes a controller from the driver that has it and gives it to VFIO. Nobody is asked: what uses its disks loses
