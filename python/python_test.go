@@ -63,6 +63,7 @@ func TestPackage(t *testing.T) {
 	for _, file := range files {
 		name := strings.TrimSuffix(filepath.Base(file), ".py")
 		t.Run(name, func(t *testing.T) {
+			t.Parallel() // each has volumes of its own, and waits for processes
 			out := run(t, environ, python, "-m", "unittest", "discover", "-v", "-s", "tests", "-p", name+".py")
 			for _, line := range strings.Split(out, "\n") {
 				if strings.Contains(line, "skipped") {

@@ -2,9 +2,9 @@
 
   wheel_backend.py DIRECTORY     builds it there and prints its path: make wheel
 
-The library and the command are those of `make build lib`, or what TUTTIFS_LIBRARY and TUTTIFS_BINARY name. One wheel serves
-all versions of Python, since it holds no extension module; its tag says which libc its parts need. Equal contents give equal
-bytes.
+The library and the command are those of `make build lib`, or what TUTTIFS_LIBRARY and TUTTIFS_BINARY name. One wheel
+serves all versions of Python, since it holds no extension module; its tag says which libc its parts need. Equal
+contents give equal bytes.
 """
 
 import base64
@@ -48,7 +48,8 @@ def native() -> List[Tuple[str, bytes]]:
     assert major is not None
     soname = f"libtuttifs.so.{major.group(1)}"
     parts = []
-    for name, variable, built in ((soname, "TUTTIFS_LIBRARY", f"build/lib/{soname}"), ("tuttifs", "TUTTIFS_BINARY", "bin/tuttifs")):
+    for name, variable, built in ((soname, "TUTTIFS_LIBRARY", f"build/lib/{soname}"),
+                                  ("tuttifs", "TUTTIFS_BINARY", "bin/tuttifs")):
         path = os.environ.get(variable) or os.path.join(os.path.dirname(HERE), built)
         try:
             with open(path, "rb") as f:
@@ -88,7 +89,8 @@ def build_wheel(wheel_directory: str, config_settings: Optional[Dict[str, Any]] 
     files += parts
     scripts = "".join(f"{name} = {target}\n" for name, target in p["scripts"].items())
     files += [(f"{info}/METADATA", metadata(p).encode()),
-              (f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: tuttifs\nRoot-Is-Purelib: false\nTag: {label}\n".encode()),
+              (f"{info}/WHEEL", ("Wheel-Version: 1.0\nGenerator: tuttifs\nRoot-Is-Purelib: false\n"
+                                 f"Tag: {label}\n").encode()),
               (f"{info}/entry_points.txt", f"[console_scripts]\n{scripts}".encode())]
     record = ""
     for name, data in files:

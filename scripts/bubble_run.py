@@ -1,4 +1,5 @@
-"""The measuring part of bubbles.py: prompts whose prefix is restored and whose new tokens are stored, by several ways."""
+"""The measuring part of bubbles.py: prompts whose prefix is restored and whose new tokens are stored, by several
+ways."""
 
 import argparse
 import dataclasses
@@ -482,7 +483,7 @@ class Bench:
             stats = volume.stats()
             self.report["sessions"].append({"drives": plans[0]["drives"], "way": name,
                                             "session": dataclasses.asdict(kv.session.stats()),
-                                            "mount": {k: v for k, v in stats.items() if k in ("phases", "io", "drives")}})
+                                            "mount": {k: stats[k] for k in ("phases", "io", "drives") if k in stats}})
         finally:
             kv.close()
 

@@ -64,7 +64,8 @@ class Numpy(Mounted):
 
     def test_flat(self):
         np, keys = self.np, tuttifs.keys(PROMPT, 4)
-        pool = self.session.pool(self.pool.name + "-objects", IDENTITY, [tuttifs.Object(layer, 0, (1000,)) for layer in range(LAYERS)])
+        objects = [tuttifs.Object(layer, 0, (1000,)) for layer in range(LAYERS)]
+        pool = self.session.pool(self.pool.name + "-objects", IDENTITY, objects)
         dma = np.frombuffer(self.session.dma(), np.uint8)
         source = np.random.default_rng(2).integers(0, 255, (LAYERS, FILES, 1000), dtype=np.uint8)
         with self.session.register_flat(source) as memory, pool.reserve(keys) as r, pool.store(r) as batch:
@@ -72,9 +73,10 @@ class Numpy(Mounted):
                 batch.begin_at(layer, memory, [(layer * FILES + f) * 1000 for f in range(FILES)]).wait()
             batch.finish()
             r.commit()
-        with self.session.register_flat(dma, padded=True) as memory, pool.pin(keys) as leases, pool.retrieve(leases) as batch:
-            batch.begin_at(1, memory, [4096 * f for f in range(FILES)]).wait()
-            batch.check()
+        with self.session.register_flat(dma, padded=True) as memory, pool.pin(keys) as leases:
+            with pool.retrieve(leases) as batch:
+                batch.begin_at(1, memory, [4096 * f for f in range(FILES)]).wait()
+                batch.check()
         np.testing.assert_array_equal(dma[:4096 * FILES].reshape(FILES, 4096)[:, :1000], source[1])
 
 

@@ -54,7 +54,8 @@ class Properties(unittest.TestCase):
         r = random.Random(1)
         some = lambda n: bytes(r.randrange(3) for _ in range(r.randrange(n + 1)))  # noqa: E731
         for _ in range(300):
-            media = sorted({tuttifs.Media(r.randrange(12), 1 + r.randrange(9), some(2) + b"\1") for _ in range(r.randrange(4))})
+            media = sorted({tuttifs.Media(r.randrange(12), 1 + r.randrange(9), some(2) + b"\1")
+                            for _ in range(r.randrange(4))})
             tokens = [r.choice((0, 1, 256, 2**32 - 1)) for _ in range(r.randrange(20))]
             about = {"tenant": r.randrange(2), "adapter": some(2), "salt": some(2), "media": media}
             per = 1 + r.randrange(5)
@@ -67,7 +68,8 @@ class Properties(unittest.TestCase):
         wanted = tuttifs.keys([1, 2, 3, 4], 2, adapter=b"a", salt="\u00fc".encode())
         self.assertEqual(wanted, tuttifs.keys(array.array("q", [1, 2, 3, 4]), 2, adapter="a", salt="\u00fc"))
         self.assertEqual(wanted, tuttifs.keys(iter((1, 2, 3, 4)), 2, adapter=bytearray(b"a"), salt="\u00fc"))
-        self.assertEqual(tuttifs.keys([1], 1, media=[(0, 1, b"x")]), tuttifs.keys([1], 1, media=[tuttifs.Media(0, 1, b"x")]))
+        media = tuttifs.Media(0, 1, b"x")
+        self.assertEqual(tuttifs.keys([1], 1, media=[tuple(media)]), tuttifs.keys([1], 1, media=[media]))
         try:
             import numpy
         except ImportError:
@@ -75,9 +77,10 @@ class Properties(unittest.TestCase):
         self.assertEqual(wanted, tuttifs.keys(numpy.array([1, 2, 3, 4]), 2, adapter="a", salt="\u00fc"))
 
     def test_refusals(self):
-        for wrong in ({"tokens": [-1]}, {"tokens": [2**32]}, {"tokens": [1.5]}, {"tokens": "text"}, {"tokens_per_file": 0},
-                      {"tenant": -1}, {"tenant": 2**32}, {"files": 1}, {"last": b"short", "files": 1}, {"last": bytes(32)},
-                      {"salt": bytes(2**16 + 1)}, {"media": [(-1, 1, b"x")]}, {"media": [(0, 1, b"x")] * 2},
+        for wrong in ({"tokens": [-1]}, {"tokens": [2**32]}, {"tokens": [1.5]}, {"tokens": "text"},
+                      {"tokens_per_file": 0}, {"tenant": -1}, {"tenant": 2**32}, {"files": 1},
+                      {"last": b"short", "files": 1}, {"last": bytes(32)}, {"salt": bytes(2**16 + 1)},
+                      {"media": [(-1, 1, b"x")]}, {"media": [(0, 1, b"x")] * 2},
                       {"last": bytes(32), "files": 2**40 + 1}, {"last": bytes(32), "files": 2**40}):
             with self.subTest(wrong), self.assertRaises(tuttifs.InvalidError):
                 tuttifs.keys(**{"tokens": [1], "tokens_per_file": 1, **wrong})

@@ -65,7 +65,8 @@ class Runs(unittest.TestCase):
 
     def test_refusals(self):
         for name, shape, strides, axis in (("broadcast", (4, 8), (0, 2), 0), ("backwards", (4, 8), (16, -2), 0),
-                                           ("overlap", (4, 8), (8, 2), 0), ("no axis", (4,), (2,), 1), ("empty", (4, 0), (2, 2), 0)):
+                                           ("overlap", (4, 8), (8, 2), 0), ("no axis", (4,), (2,), 1),
+                                           ("empty", (4, 0), (2, 2), 0)):
             with self.subTest(name), self.assertRaises(tuttifs.InvalidError):
                 runs_of_blocks(Extent(0, shape, strides, 2, "cpu"), axis)
 
@@ -75,10 +76,11 @@ class Paged(unittest.TestCase):
         layers = [View(bytearray(2 * 6 * 100), (2, 6, 100)) for _ in range(3)]
         paged = tuttifs.Paged.of(layers, 1)
         self.assertEqual([len(c.runs) for c in paged.classes], [2, 2, 2])
-        self.assertEqual(paged.objects(2)[:3], [tuttifs.Object(0, 0, ((100, 0),) * 2), tuttifs.Object(0, 1, ((100, 0),) * 2),
-                                               tuttifs.Object(1, 0, ((100, 0),) * 2)])
+        runs = ((100, 0),) * 2
+        self.assertEqual(paged.objects(2)[:3], [tuttifs.Object(0, 0, runs), tuttifs.Object(0, 1, runs),
+                                               tuttifs.Object(1, 0, runs)])
         split = tuttifs.Paged.of(layers, 1, object_per_run=True)
-        self.assertEqual([(c.layer, len(c.runs)) for c in split.classes], [(0, 1), (0, 1), (1, 1), (1, 1), (2, 1), (2, 1)])
+        self.assertEqual([(c.layer, len(c.runs)) for c in split.classes], [(n // 2, 1) for n in range(6)])
         self.assertEqual(len(split.objects()), 6)
 
     def test_refusals(self):

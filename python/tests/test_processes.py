@@ -34,11 +34,12 @@ def worker(path, pipe):
         pipe.send(f"{type(e).__name__}: {e}")
 
 
-def python(program, *arguments, options=(), **environ):
+def python(program, *arguments, **environ):
     """A program in an interpreter of its own."""
-    return subprocess.run([sys.executable, "-B", *options, "-c", textwrap.dedent(program), *arguments], text=True,
+    path = os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")])
+    return subprocess.run([sys.executable, "-B", "-c", textwrap.dedent(program), *arguments], text=True,
                           capture_output=True, cwd=HERE, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]), **environ})
+                          env={**os.environ, "PYTHONPATH": path, **environ})
 
 
 class Workers(unittest.TestCase):
@@ -108,11 +109,12 @@ class Forked(Mounted):
         transfer = layers.begin(0)
 
         def every_call():
-            calls = [lambda: tuttifs.Store("/"), self.store.session, lambda: self.store.join(bytes(16)), self.session.describe,
-                     self.session.stats, self.session.dma, lambda: self.session.token, lambda: self.pool.peek(KEYS),
-                     lambda: self.pool.pin(KEYS), lambda: self.pool.reserve(KEYS), self.pool.stats, leases.release,
-                     lambda: layers.begin(1), layers.failed, layers.finish, transfer.wait_on, transfer.wait, layers.close,
-                     self.memory.close, self.pool.close, self.session.close, self.store.close]
+            calls = [lambda: tuttifs.Store("/"), self.store.session, lambda: self.store.join(bytes(16)),
+                     self.session.describe, self.session.stats, self.session.dma, lambda: self.session.token,
+                     lambda: self.pool.peek(KEYS), lambda: self.pool.pin(KEYS), lambda: self.pool.reserve(KEYS),
+                     self.pool.stats, leases.release, lambda: layers.begin(1), layers.failed, layers.finish,
+                     transfer.wait_on, transfer.wait, layers.close, self.memory.close, self.pool.close,
+                     self.session.close, self.store.close]
             refused = 0
             for call in calls:
                 try:
@@ -155,8 +157,8 @@ class Importing(unittest.TestCase):
             import tuttifs
             tuttifs.keys([1, 2], 1)
             loaded = open("/proc/self/maps").read()
-            print("libtuttifs" in loaded, "libcuda" in loaded, len(os.listdir("/proc/self/task")), "torch" in sys.modules,
-                  "numpy" in sys.modules)
+            print("libtuttifs" in loaded, "libcuda" in loaded, len(os.listdir("/proc/self/task")),
+                  "torch" in sys.modules, "numpy" in sys.modules)
             """)
         self.assertEqual((done.stdout, done.stderr), ("False False 1 False False\n", ""))
 

@@ -10,13 +10,14 @@ import tempfile
 import unittest
 import zipfile
 
-PYTHON = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
+PYTHON = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def run(*words, **environ):
     """A command that finds nothing of the tree."""
     kept = {k: v for k, v in os.environ.items() if k != "PYTHONPATH" and not k.startswith("TUTTIFS_")}
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env={**kept, **environ})
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=os.sep,
+                          env={**kept, **environ})
     if done.returncode:
         raise AssertionError(f"{words}: {done.stdout}{done.stderr}")
     return done.stdout
@@ -32,8 +33,8 @@ class Wheel(unittest.TestCase):
         self.built = {k: os.environ[k] for k in ("TUTTIFS_LIBRARY", "TUTTIFS_BINARY")}
 
     def build(self, where):
-        path = run(sys.executable, "-B", os.path.join(PYTHON, "wheel_backend.py"), os.path.join(self.dir, where), **self.built)
-        return path.strip()
+        backend = os.path.join(PYTHON, "wheel_backend.py")
+        return run(sys.executable, "-B", backend, os.path.join(self.dir, where), **self.built).strip()
 
     def test_contents(self):
         for name, variable in (("library", "TUTTIFS_LIBRARY"), ("command", "TUTTIFS_BINARY")):
@@ -71,12 +72,13 @@ class Wheel(unittest.TestCase):
         if sys.version_info < (3, 11):
             self.skipTest("to build needs tomli, which may not be there, before Python 3.11")
         target = os.path.join(self.dir, "installed")
-        run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-index", "--no-deps", "--target",
-            target, PYTHON, **self.built)
-        about = run(sys.executable, "-c", "import tuttifs, tuttifs._lib as l; print(tuttifs.__file__, l.library().path, "
-                    "tuttifs.binary())", PYTHONPATH=target)
+        run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-index", "--no-deps",
+            "--target", target, PYTHON, **self.built)
+        about = run(sys.executable, "-c", "import tuttifs, tuttifs._lib as l; print(tuttifs.__file__, "
+                    "l.library().path, tuttifs.binary())", PYTHONPATH=target)
         inside = os.path.join(target, "tuttifs")
-        self.assertEqual(about.split(), [f"{inside}/__init__.py", f"{inside}/_native/libtuttifs.so.1", f"{inside}/_native/tuttifs"])
+        self.assertEqual(about.split(), [f"{inside}/__init__.py", f"{inside}/_native/libtuttifs.so.1",
+                                         f"{inside}/_native/tuttifs"])
         version = run(sys.executable, "-m", "tuttifs", "--version", PYTHONPATH=target)
         self.assertEqual(version, run(self.built["TUTTIFS_BINARY"], "--version"))
         self.assertEqual(run(os.path.join(target, "bin/tuttifs"), "--version", PYTHONPATH=target), version)

@@ -14,7 +14,8 @@ import tuttifs
 
 IDENTITY: Dict[str, Any] = {
     "model": "m", "revision": "r", "weights_epoch": 1, "dtype": "bf16", "quantisation": "none", "scale_format": "none",
-    "layout": "NHD", "page_bytes": 4096, "block_tokens": 4, "file_tokens": 4, "tp": 1, "pp": 1, "cp": 1, "group": "full"}
+    "layout": "NHD", "page_bytes": 4096, "block_tokens": 4, "file_tokens": 4, "tp": 1, "pp": 1, "cp": 1,
+    "group": "full"}
 
 SESSION = {"lanes": 2, "depth": 64, "dma_bytes": 8 << 20, "bounce_bytes": 4 << 20, "deadline_ms": 20000}
 

@@ -3,18 +3,18 @@
     with tuttifs.Store("/mnt/kv") as store, store.session() as session: ...
 
 See docs/python.md. `Store`, `Session`, `Pool` and what they make are the library's objects; every call that can wait
-releases the interpreter's lock. `keys` computes content keys, `Paged` finds the runs of tensors' blocks; neither needs a
-mount. Importing loads nothing and starts nothing: the library is loaded with the first `Store`.
+releases the interpreter's lock. `keys` computes content keys, `Paged` finds the runs of tensors' blocks; neither needs
+a mount. Importing loads nothing and starts nothing: the library is loaded with the first `Store`.
 """
 
 from __future__ import annotations
 
 from ._lib import find as _find
 from .contentkeys import Media, keys
-from .errors import (AgainError, BusyError, ChecksumError, ClosedError, Code, DefectError, DriveError, Error, ExistsError,
-                     ForkedError, IdentityError, IncompleteError, InvalidError, NoDeviceError, NoMemoryError,
-                     NoSpaceError, NotFoundError, NotMountedError, NotSupportedError, PendingError, QuotaError,
-                     ReadOnlyError, StaleError, StoreBufferError, TimedOutError)
+from .errors import (AgainError, BusyError, ChecksumError, ClosedError, Code, DefectError, DriveError, Error,
+                     ExistsError, ForkedError, IdentityError, IncompleteError, InvalidError, NoDeviceError,
+                     NoMemoryError, NoSpaceError, NotFoundError, NotMountedError, NotSupportedError, PendingError,
+                     QuotaError, ReadOnlyError, StaleError, StoreBufferError, TimedOutError)
 from .layers import Layers, Transfer
 from .layout import Class, Object, Paged, Run, StridedRun
 from .leases import Lease, Leases, Pinned, Reservation, Status
@@ -24,11 +24,11 @@ __version__ = "0.1"
 
 __all__ = [
     "AgainError", "BusyError", "ChecksumError", "Class", "ClosedError", "Code", "DefectError", "DriveError", "Error",
-    "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError", "Layers", "Lease", "Leases", "Media",
-    "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError", "NotFoundError", "NotMountedError", "NotSupportedError",
-    "Object", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError", "ReadOnlyError", "Reservation", "Run",
-    "Session", "SessionStats", "StaleError", "Status", "Store", "StoreBufferError", "StoreStats", "StridedRun",
-    "TimedOutError", "Transfer", "binary", "keys",
+    "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError", "Layers", "Lease", "Leases",
+    "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError", "NotFoundError", "NotMountedError",
+    "NotSupportedError", "Object", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError",
+    "ReadOnlyError", "Reservation", "Run", "Session", "SessionStats", "StaleError", "Status", "Store",
+    "StoreBufferError", "StoreStats", "StridedRun", "TimedOutError", "Transfer", "binary", "keys",
 ]
 
 

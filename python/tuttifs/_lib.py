@@ -102,10 +102,10 @@ class Item(C.Structure):
 FUNCTIONS = {
     "open": [cp, vp], "close": [vp], "session_create": [vp, vp, vp], "session_join": [vp, vp, vp, vp],
     "session_token": [vp, vp], "session_describe": [vp, vp, u64], "session_dma": [vp, vp, vp],
-    "session_stats": [vp, vp], "store_stats": [vp, vp], "session_close": [vp], "pool_open": [vp, vp, vp], "pool_close": [vp],
-    "pool_stats": [vp, vp], "register_host": [vp, vp, u64, u32, vp], "register_device": [vp, u64, u64, vp],
-    "register_paged": [vp, vp, vp], "memory_cost": [vp, vp], "unregister": [vp], "keys": [vp, vp, u64, vp, vp],
-    "peek": [vp, u32, vp, u64, vp], "pin": [vp, u32, u64, vp, u64, vp, vp], "release": [vp, u64],
+    "session_stats": [vp, vp], "store_stats": [vp, vp], "session_close": [vp], "pool_open": [vp, vp, vp],
+    "pool_close": [vp], "pool_stats": [vp, vp], "register_host": [vp, vp, u64, u32, vp], "register_device": [vp, u64,
+    u64, vp], "register_paged": [vp, vp, vp], "memory_cost": [vp, vp], "unregister": [vp], "keys": [vp, vp, u64, vp,
+    vp], "peek": [vp, u32, vp, u64, vp], "pin": [vp, u32, u64, vp, u64, vp, vp], "release": [vp, u64],
     "reserve": [vp, u32, u64, vp, u64, u32, vp, vp], "commit": [vp, u64, vp, u64], "abort": [vp, u64],
     "report_bad": [vp, u32, u64], "layers_open": [vp, u16, u32, vp, u64, vp, vp, vp],
     "retrieve_layer": [vp, u16, vp, vp], "store_layer": [vp, u16, vp, vp],
@@ -122,8 +122,8 @@ class Library:
         so.tuttifs_version.restype = u32
         version = so.tuttifs_version()
         if version >> 16 != MAJOR:
-            raise ImportError(f"{path} is version {version >> 16}.{version & 0xffff} of libtuttifs; this package is for "
-                              f"version {MAJOR}")
+            raise ImportError(f"{path} is version {version >> 16}.{version & 0xffff} of libtuttifs; this package "
+                              f"is for version {MAJOR}")
         self.path, self.version = path, (version >> 16, version & 0xffff)
         self._so = so
         so.tuttifs_last_error.restype = cp
@@ -171,6 +171,6 @@ def library() -> Library:
         try:
             _library = Library(path)
         except OSError as e:
-            raise ImportError(f"libtuttifs cannot be loaded: {e}. Install a wheel that brings it along (make wheel), or "
-                              "the library (make install-lib), or set TUTTIFS_LIBRARY to its path") from e
+            raise ImportError(f"libtuttifs cannot be loaded: {e}. Install a wheel that brings it along (make wheel), "
+                              "or the library (make install-lib), or set TUTTIFS_LIBRARY to its path") from e
     return _library

@@ -74,7 +74,8 @@ def keys(tokens: Iterable[int], tokens_per_file: int, *, tenant: int = 0, adapte
 def _text(value: Union[bytes, str], what: str) -> bytes:
     data = value.encode() if isinstance(value, str) else bytes(value)
     if len(data) > BYTES_MAX:
-        raise InvalidError(f"content keys: {what} of {len(data)} bytes, at most {BYTES_MAX} are possible: give a digest")
+        raise InvalidError(f"content keys: {what} of {len(data)} bytes, at most {BYTES_MAX} are possible: "
+                           "give a digest")
     return data
 
 
@@ -100,9 +101,9 @@ def _check(tokens_per_file: int, tenant: int, adapter: bytes, salt: bytes, media
         if not 0 <= start <= POSITION_MAX or not 0 < tokens <= POSITION_MAX:
             raise InvalidError(f"content keys: media item {i} has {tokens} tokens from {start} on")
         if not 0 < len(name) <= BYTES_MAX:
-            raise InvalidError(f"content keys: media item {i} has an id of {len(name)} bytes, 1 to {BYTES_MAX} are possible: "
-                               "give its content's digest")
+            raise InvalidError(f"content keys: media item {i} has an id of {len(name)} bytes, 1 to {BYTES_MAX} are "
+                               "possible: give its content's digest")
         if before is not None and before >= (start, tokens, bytes(name)):
-            raise InvalidError(f"content keys: media item {i} does not stand behind the one before it: sort by start, tokens "
-                               "and id")
+            raise InvalidError(f"content keys: media item {i} does not stand behind the one before it: sort by "
+                               "start, tokens and id")
         before = (start, tokens, bytes(name))

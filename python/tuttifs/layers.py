@@ -34,8 +34,8 @@ def event_handle(event: Any) -> Optional[int]:
 class Layers:
     """One rank's objects of some leased files, made by `Pool.retrieve` or `Pool.store`. `with` closes them.
 
-    Every layer is begun (`begin`, all of them ahead if you like) and waited for; then `check` says whether every file is
-    whole. A store ends with `finish`, before `Reservation.commit`.
+    Every layer is begun (`begin`, all of them ahead if you like) and waited for; then `check` says whether every file
+    is whole. A store ends with `finish`, before `Reservation.commit`.
     """
 
     def __init__(self, pool: "Pool", leases: Leases, wanted: Optional[Sequence[int]], memory: Optional["Memory"],
@@ -60,8 +60,9 @@ class Layers:
     def begin(self, layer: int, after: Any = None) -> "Transfer":
         """Begins to move a layer of all files from or to their blocks, and returns at once.
 
-        after: a PyTorch event (or the driver's handle). A retrieve: recorded behind the last work that uses the blocks' old
-            contents. A store: behind the work that produces them. `NotSupportedError` with the CPU executor.
+        after: a PyTorch event (or the driver's handle). A retrieve: recorded behind the last work that uses the
+            blocks' old contents. A store: behind the work that produces them. `NotSupportedError` with the CPU
+            executor.
         """
         verb = self._lib.store_layer if self.storing else self._lib.retrieve_layer
         return self._give(after, lambda event, out: verb(self._h, layer, event, out))
@@ -86,7 +87,8 @@ class Layers:
             self._begun.discard(transfer)
 
     def move_all(self, layers: int, after: Any = None) -> None:
-        """Moves layers 0 to layers - 1, waits for them, and raises where a file is not whole. A store is finished too."""
+        """Moves layers 0 to layers - 1, waits for them, and raises where a file is not whole. A store is finished
+        too."""
         for transfer in [self.begin(layer, after) for layer in range(layers)]:
             transfer.wait()
         self.check()
@@ -118,8 +120,8 @@ class Layers:
         """Raises the first failed file's error, if any failed: `ChecksumError`, `DriveError`, ..."""
         failed = self.failed()
         for i, e in failed.items():
-            raise error(e.code or 0, f"{len(failed)} of {len(self.slots)} files failed, the first is that of lease {i}: "
-                        f"{e.text}")
+            raise error(e.code or 0, f"{len(failed)} of {len(self.slots)} files failed, the first is that of "
+                        f"lease {i}: {e.text}")
 
     def finish(self) -> None:
         """Writes the trailers of a store, once every layer has been waited for."""
@@ -150,14 +152,14 @@ class Transfer:
         self._result: Optional[List[Error]] = None  # once waited for: no error, or the one
 
     def wait_on(self, stream: Any = None) -> None:
-        """Makes what is enqueued on a PyTorch stream from now on wait for the transfer, and returns when that is enqueued.
-        With the CPU executor it waits as `wait` does."""
+        """Makes what is enqueued on a PyTorch stream from now on wait for the transfer, and returns when that is
+        enqueued. With the CPU executor it waits as `wait` does."""
         if self._result is None:
             self._lib.wait_on(self._h, stream_handle(stream))
 
     def wait(self) -> None:
-        """Waits until the layer is in place and verified (a store: on the drives). May be called again. An error is for the
-        whole; a file that fails alone is for `Layers.failed`."""
+        """Waits until the layer is in place and verified (a store: on the drives). May be called again. An error is
+        for the whole; a file that fails alone is for `Layers.failed`."""
         with self._lock:
             if self._result is None:
                 try:

@@ -61,7 +61,8 @@ def extent(array: Any) -> Extent:
         if array.readonly or not array.c_contiguous:
             raise InvalidError("the memory is read-only, or has gaps")
         whole = (ctypes.c_uint8 * array.nbytes).from_buffer(array.cast("B"))
-        return Extent(ctypes.addressof(whole), tuple(array.shape or ()), tuple(array.strides or ()), array.itemsize, "cpu")
+        return Extent(ctypes.addressof(whole), tuple(array.shape or ()), tuple(array.strides or ()), array.itemsize,
+                      "cpu")
     if hasattr(array, "data_ptr"):
         size = array.element_size()
         return Extent(array.data_ptr(), tuple(array.shape), tuple(s * size for s in array.stride()), size,
@@ -94,12 +95,14 @@ def runs_of_blocks(e: Extent, block_axis: int) -> Tuple[int, Tuple[StridedRun, .
     block_axis %= len(e.shape)
     if 0 in e.shape:
         raise InvalidError(f"an array of shape {e.shape} has no bytes")
-    # Axes of one element have strides that mean nothing. What is left is apart if no axis reaches into a larger one's step.
+    # Axes of one element have strides that mean nothing. What is left is apart if no axis reaches into the step of a
+    # larger one.
     axes = sorted((s, n, i == block_axis) for i, (n, s) in enumerate(zip(e.shape, e.strides)) if n > 1)
     reach = e.itemsize
     for stride, n, _ in axes:
         if stride < reach:
-            raise InvalidError(f"elements of an array of shape {e.shape} and strides {e.strides} overlap, or run backwards")
+            raise InvalidError(f"elements of an array of shape {e.shape} and strides {e.strides} overlap, or "
+                               "run backwards")
         reach += stride * (n - 1)
     stride = next((s for s, _, block in axes if block), 0)
     size = e.itemsize
@@ -132,8 +135,8 @@ class Paged:
 
         layers: one array a layer, of any shape and dtype, on one device; they may be views into one allocation.
         object_per_run: where a block has several runs in a layer (K and V apart), makes an object of each. The CPU
-            executor wants it, because its objects are contiguous. It is part of the pool's geometry: all engines of a pool
-            do the same.
+            executor wants it, because its objects are contiguous. It is part of the pool's geometry: all engines of a
+            pool do the same.
         """
         classes: List[Class] = []
         blocks, devices = set(), set()
@@ -144,12 +147,13 @@ class Paged:
             devices.add(e.device)
             classes.extend([Class(layer, (r,)) for r in runs] if object_per_run else [Class(layer, runs)])
         if len(blocks) != 1 or len(devices) != 1:
-            raise InvalidError(f"layers with {sorted(blocks)} blocks on {sorted(devices)}: one number of blocks and one device "
-                               "are wanted")
+            raise InvalidError(f"layers with {sorted(blocks)} blocks on {sorted(devices)}: one number of "
+                               "blocks and one device are wanted")
         if len({len(c.runs) for c in classes}) != 1:
             raise InvalidError("layers whose blocks have different numbers of runs: register them with object_per_run")
         return cls(blocks.pop(), tuple(classes), devices.pop(), tuple(layers))
 
     def objects(self, ranks: int = 1) -> List[Object]:
         """The objects of a pool whose ranks all have such blocks."""
-        return [Object(c.layer, rank, tuple(Run(r.bytes) for r in c.runs)) for c in self.classes for rank in range(ranks)]
+        return [Object(c.layer, rank, tuple(Run(r.bytes) for r in c.runs))
+                for c in self.classes for rank in range(ranks)]

@@ -65,12 +65,12 @@ class Store(Closing):
     def session(self, device: Any = "cpu", *, auto: bool = False, polling: bool = False, **options: int) -> "Session":
         """A new session, of which this process is the first member. Waits for the daemon.
 
-        device: the executor, and where registered tensors are: "cpu"; "cuda", "cuda:1", a `torch.device` or an ordinal; a
-            GPU's PCI bus address or UUID.
+        device: the executor, and where registered tensors are: "cpu"; "cuda", "cuda:1", a `torch.device` or an
+            ordinal; a GPU's PCI bus address or UUID.
         auto: with a GPU: take the CPU where there is no driver or no GPU.
         polling: with a GPU: kernels that poll in place of the ring. A baseline, not for use.
-        options: lanes, depth, dma_bytes, bounce_bytes, staging_bytes, arena_bytes, chunk_commands, deadline_ms, store_bytes
-            as in include/libtuttifs.h; 0 or left out for the defaults.
+        options: lanes, depth, dma_bytes, bounce_bytes, staging_bytes, arena_bytes, chunk_commands, deadline_ms,
+            store_bytes as in include/libtuttifs.h; 0 or left out for the defaults.
         """
         return Session(self, None, _device(device, auto, polling), options)
 
@@ -245,8 +245,8 @@ class Session(Closing):
         options = _lib.PoolOptions(
             tokens_per_file=tokens_per_file, name=encoded(name, "name"), identity=encoded(text, "identity"),
             family=None if family is None else encoded(family, "family"), objects=table, runs=pieces,
-            object_count=len(objects), run_count=len(runs), min_bytes=min_bytes, max_bytes=max_bytes, max_slots=max_slots,
-            trailing_hit=trailing_hit)
+            object_count=len(objects), run_count=len(runs), min_bytes=min_bytes, max_bytes=max_bytes,
+            max_slots=max_slots, trailing_hit=trailing_hit)
         h = C.c_void_p()
         self._lib.pool_open(self._h, C.byref(options), C.byref(h))
         return Pool(self, name, tokens_per_file, h)
@@ -254,8 +254,8 @@ class Session(Closing):
     def register(self, paged: Paged) -> "Memory":
         """Registers the blocks of a paged KV cache (`Paged.of`), once for all transfers from and to it.
 
-        The tensors must be where the session's device is, and stay alive and unmoved until `Memory.close`; a reference to
-        them is kept until then. Raises `NotSupportedError` with the CPU executor for blocks of several runs: see
+        The tensors must be where the session's device is, and stay alive and unmoved until `Memory.close`; a reference
+        to them is kept until then. Raises `NotSupportedError` with the CPU executor for blocks of several runs: see
         `Paged.of(object_per_run=True)`.
         """
         self._same_device(paged.device)
@@ -291,7 +291,8 @@ class Session(Closing):
             raise InvalidError(f"memory on {device}, where the executor is {'a GPU' if gpu else 'the CPU'}")
 
     def close(self) -> None:
-        """Ends what is in flight, leaves the session, and closes everything made from it. Waits for calls in progress."""
+        """Ends what is in flight, leaves the session, and closes everything made from it. Waits for calls in
+        progress."""
         if not self._finalizer.detach():
             return
         dma = self._dma() if self._dma else None
@@ -377,8 +378,8 @@ class Pool(Closing):
     def pin(self, keys: Sequence[bytes], request: Optional[int] = None, tenant: int = 0) -> Pinned:
         """Leases the longest stored prefix for reading, until it is released.
 
-        request: unique in the session while pinned. The same again, by whatever process of the session, answers the same.
-            Left out: a random one. A pin that finds nothing is not remembered.
+        request: unique in the session while pinned. The same again, by whatever process of the session, answers the
+            same. Left out: a random one. A pin that finds nothing is not remembered.
         """
         request = secrets.randbits(63) if request is None else request
         n, leases = C.c_uint64(), (_lib.Lease * max(1, len(keys)))()

@@ -55,7 +55,7 @@ class Stats(KVConnectorStats):
     """The counts of metrics.py, summed over ranks and steps."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data: Dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "Stats":
         for name, value in other.data.items():

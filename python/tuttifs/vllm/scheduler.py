@@ -24,7 +24,7 @@ from .options import Options, tenant_of
 log = logging.getLogger("tuttifs.vllm")
 
 # The scheduler moves no KV itself: the least that a session takes.
-SESSION = {"lanes": 1, "depth": 64, "dma_bytes": 2 << 20, "bounce_bytes": 1 << 20}
+SESSION: Dict[str, Any] = {"lanes": 1, "depth": 64, "dma_bytes": 2 << 20, "bounce_bytes": 1 << 20}
 PEEK_SECONDS = 0.2  # that an answer about a waiting request is good for
 ANNOUNCED_MAX = 1 << 16  # files whose eviction can be reported
 
