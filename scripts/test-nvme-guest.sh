@@ -104,6 +104,8 @@ replay='tuttifs replay --scale 1024'
 state() { tuttifs drive list /mnt/kv | grep -q "^$1  *$2 "; }
 # files N: so many are there, or more.
 files() { [ "$(find /mnt/kv/*/blocks -type f | wc -l)" -ge "$1" ]; }
+# dead PROCESS: it has given everything back.
+dead() { ! readlink "/proc/$1/exe"; }
 # daemon: its process.
 daemon() { pidof tuttifs | tr ' ' '\n' | sort -n | head -n 1; }
 
@@ -135,27 +137,45 @@ conformance() {
   drivers nvme
 }
 
-volume() {
-  title "a volume on the kernel's driver"
-  must tuttifs mkfs -f -L kv "$(node A 1)" "$(node B 1)" "$(node C 1)" "$(node D 1)"
+# lives DRIVE...: a volume from its beginning to a clean end, with a death in between.
+lives() {
+  must tuttifs mkfs -f -L kv "$@"
   grep '^drive' /tmp/out
-  must tuttifs mount --log /tmp/log "$(node A 1)" /mnt/kv
+  must tuttifs mount --log /tmp/log "$@" /mnt/kv
   must $replay /tmp/trace /mnt/kv
   grep -e blocks -e read -e written /tmp/out
-
-  title "the daemon is killed while an engine stores"
   timeout 60 $replay /tmp/more /mnt/kv >/tmp/killed 2>&1 &
   within 30 files 400
-  must kill -KILL "$(daemon)"
+  killed=$(daemon)
+  must kill -KILL "$killed"
   wait $! && fail "the engine did not notice"
+  within 10 dead "$killed" # a controller of ours takes its time
   tail -n 1 /tmp/killed
   must umount /mnt/kv
-  expect 1 tuttifs fsck -p --data "$(node A 1)" # 1: the journal was replayed
-  must tuttifs mount --log /tmp/log "$(node B 1)" /mnt/kv
+  expect 1 tuttifs fsck -p --data "$@" # 1: the journal was replayed
+  must tuttifs mount --log /tmp/log "$@" /mnt/kv
   must $replay --json /tmp/trace /mnt/kv
   [ "$(number hit_rate)" = 1 ] || fail "of what was stored before, $(number hit_rate) is there"
   must tuttifs umount /mnt/kv
-  must tuttifs fsck -n --data "$(node C 1)"
+  must tuttifs fsck -n --data "$@"
+  tail -n 2 /tmp/out
+}
+
+volume() {
+  title "a volume on the kernel's driver, whose daemon is killed while an engine stores"
+  lives "$(node A 1)" "$(node B 1)" "$(node C 1)" "$(node D 1)"
+
+  title "what was written through the kernel's driver, read through ours"
+  must tuttifs drives bind --force --force $A $B $C $D
+  must tuttifs fsck -n --data $A $B $C/1 $D/1
+
+  title "a volume on our driver, whose daemon is killed while an engine stores"
+  lives $A $B $C/1 $D/1 $D/2
+
+  title "what was written through our driver, read through the kernel's"
+  must tuttifs drives unbind $A $B $C $D
+  nodes
+  must tuttifs fsck -n --data "$(node A 1)" "$(node B 1)" "$(node C 1)" "$(node D 1)" "$(node D 2)"
   tail -n 2 /tmp/out
 }
 

@@ -6,7 +6,7 @@
 # Ends within the limit, and leaves nothing behind, whatever ends it: not even SIGKILL.
 set -euo pipefail
 programs=$1 cache=$2 steps=${3:-conformance,volume,errors,faults}
-limit=270 # seconds; emulation is slow, and the machine may be busy
+limit=290 # seconds; emulation is slow, and the machine may be busy
 scripts=$(cd "$(dirname "$0")" && pwd)
 fail() { echo "test-nvme: $*" >&2; exit 1; }
 
