@@ -45,7 +45,7 @@ var rooms = map[string][]string{
 	"cuda/cudatest":     {"cuda", "nvme", "checksum"},
 	"gio":               {"stripe", "nvme", "checksum", "cuda", "slack"},
 	"gio/giotest":       {"gio", "stripe", "nvme", "nvme/emu", "drive", "checksum"},
-	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda"},
+	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda", "slack"},
 	"lib":               {"engine", "gio", "stripe", "checksum", "cuda", "contentkey"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},
 	"daemon": {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "drivemodel", "checksum",

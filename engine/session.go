@@ -32,6 +32,7 @@ type SessionOptions struct {
 	ChunkCommands int           // as in gio.RingConfig, 0: a batch is spread over all lanes
 	Deadline      time.Duration // of every wait, 30 s
 	GPU           *GPUOptions   // nil: the CPU executor
+	Scheduler     SchedulerOptions
 }
 
 // withDefaults fills the zero fields, for an executor on the GPU or on the CPU.
@@ -190,8 +191,9 @@ type Session struct {
 	client *ioctl.Client
 	attach *ioctl.Attachment
 	ring   gio.Executor
-	gpu    gpuSide // zero on the CPU
-	about  string  // what Describe says
+	paces  *gio.Scheduler // the ring
+	gpu    gpuSide        // zero on the CPU
+	about  string         // what Describe says
 	token  [ioctl.TokenBytes]byte
 	id     uint32
 	queues [][]gio.Queue
@@ -219,7 +221,11 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 	if err := o.validate(); err != nil {
 		return nil, err
 	}
-	s := &Session{stop: make(chan struct{}), stopped: make(chan struct{})}
+	scheduler, err := o.Scheduler.open()
+	if err != nil {
+		return nil, err
+	}
+	s := &Session{paces: scheduler, stop: make(chan struct{}), stopped: make(chan struct{})}
 	if o.GPU != nil {
 		if err := s.gpu.open(o.GPU); err != nil {
 			return nil, err
@@ -250,6 +256,8 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 		_ = s.Close()
 		return nil, fmt.Errorf("engine: session on %s: %w", m.path, explain(err))
 	}
+	s.about += "; " + o.Scheduler.about(s.paces)
+	s.publish()
 	go s.watch()
 	return s, nil
 }
@@ -277,6 +285,7 @@ func (s *Session) build(o SessionOptions) error {
 	config := gio.RingConfig{
 		Lanes: s.queues, DMA: s.attach.DMA, DMABase: r.DMABase, SGL: r.SGL == 1,
 		BounceBytes: o.BounceBytes, ChunkCommands: o.ChunkCommands, Deadline: o.Deadline,
+		Scheduler:  s.paces,
 		StoreBytes: o.StoreBytes, StoreLanes: o.storeLanes(), StorePolicy: o.StorePolicy,
 		Armed: s.attach.Word(ioctl.ArmedWord), Wake: s.attach.Word(ioctl.WakeWord),
 		Quiesce: s.attach.Quiesce,
@@ -345,6 +354,7 @@ func (s *Session) watch() {
 				s.ring.Abandon(ErrGone)
 				return
 			}
+			s.publish()
 		}
 	}
 }
