@@ -99,6 +99,10 @@ int tuttifs_close(tuttifs_mount_t mount);
 #define TUTTIFS_GPU_AUTO 2u /* with TUTTIFS_GPU: the CPU, where there is no driver or no GPU */
 #define TUTTIFS_POLLING 4u  /* with TUTTIFS_GPU: polling kernels instead of the ring. A baseline, not for use */
 #define TUTTIFS_STORE_REFUSE 8u /* with store_bytes: a full buffer is TUTTIFS_ENOBUFS; otherwise a store waits for room */
+/* Of the scheduler, each switching one idea off, to see what it is worth. */
+#define TUTTIFS_NO_SCHEDULER 16u    /* reads and deferred writes go whenever they like, and are counted */
+#define TUTTIFS_NO_BUDGET 32u       /* as much of either is in flight as there is */
+#define TUTTIFS_READS_NOT_FIRST 64u /* deferred writes do not wait for reads */
 
 /* Zero fields take defaults: those of the CPU executor / of the GPU. */
 struct tuttifs_session_options {
@@ -115,13 +119,15 @@ struct tuttifs_session_options {
 	uint32_t chunk_commands; /* most commands of a chunk, 0: the executor's choice */
 	uint32_t deadline_ms;    /* of every wait: 30,000 */
 	uint64_t store_bytes;    /* of dma_bytes, 16 MiB or more: the store buffer. 0: none */
-	uint64_t reserved[3];
+	const char *slack_table; /* a file of "tuttifs profile model". NULL: the scheduler learns all it needs */
+	uint64_t reserved[2];
 };
 
 /* With a store buffer, what is stored leaves its blocks for it at once, and goes to the drives from there when they have
- * time: when nothing is to be read, or regardless when the buffer is more than three quarters full. It has lanes of its
- * own, beside lanes, so that writes delay no read. A mount bounds a process's dma_bytes (8 GiB); TUTTIFS_EINVAL says so.
- * Not with TUTTIFS_POLLING. */
+ * time: when nothing is to be read, and a layer or a decode step leaves room or nothing computes, as far as the session
+ * is told; or regardless when the buffer is more than three quarters full. It has lanes of its own, beside lanes, so that
+ * writes delay no read. A mount bounds a process's dma_bytes (8 GiB); TUTTIFS_EINVAL says so. Not with
+ * TUTTIFS_POLLING. */
 
 /* Makes a session, whose first member this process is. options may be NULL. Waits for the daemon. */
 int tuttifs_session_create(tuttifs_mount_t mount, const struct tuttifs_session_options *options,
@@ -417,6 +423,79 @@ int tuttifs_failed(tuttifs_layers_t layers, int32_t *codes, uint64_t count, uint
 
 /* Waits for what is in flight, in the store buffer too, and gives the layers back, and their transfers. */
 int tuttifs_layers_close(tuttifs_layers_t layers);
+
+/*
+ * The scheduler
+ *
+ * What a session is told of compute decides how far reads run ahead, on how many SMs they are unpacked, and when the
+ * store buffer is written (docs/scheduler.md). It may be told ahead of the device: what is told behind an event, and all
+ * that is told after it, comes when that has come. A session that is told nothing takes it for idleness. None of these
+ * functions waits.
+ */
+
+/* A pass of so many layers begins, over input new tokens behind prefix cached ones; the one before has ended. Transfers
+ * that are begun from now on are for it. */
+int tuttifs_prefill(tuttifs_session_t session, uint32_t input, uint32_t prefix, uint32_t layers);
+
+/* A layer of the pass, and all before it, is computed; the last one's ends the pass. after, where not NULL, was recorded
+ * behind it, and is neither destroyed nor recorded again before the second pass or decode step after this one has been
+ * begun; TUTTIFS_ENOTSUP with the CPU executor. The event of tuttifs_store_layer says the same: layers that are stored
+ * behind an event need not be told. */
+int tuttifs_layer_done(tuttifs_session_t session, uint32_t layer, tuttifs_event_t after);
+
+/* A decode step begins, over a context of so many tokens in all; what was under way has ended. */
+int tuttifs_decode_step(tuttifs_session_t session, uint32_t length);
+
+/* Nothing computes any more, once what was told before has come. */
+int tuttifs_end_pass(tuttifs_session_t session);
+
+/* Whether a prefix is worth restoring. */
+struct tuttifs_offer {
+	uint32_t size;         /* in: sizeof */
+	uint32_t load;         /* 1: restore it; also where nothing is known */
+	uint32_t known;        /* 1: windows and rates are, and the times below say something */
+	uint32_t reserved;
+	uint64_t restore_ns;   /* the pass over the new tokens, with the restore of the others */
+	uint64_t recompute_ns; /* the pass over all of them */
+};
+
+/* Weighs a prefix of cached tokens before input new ones, in a pass of so many layers. */
+int tuttifs_offer(tuttifs_session_t session, uint32_t input, uint32_t cached, uint32_t layers,
+                  struct tuttifs_offer *offer);
+
+/* What a session's scheduler has counted since it was made. Bytes of deferred writes are counted by why they went to the
+ * drives when they did. */
+struct tuttifs_scheduler_stats {
+	uint32_t size; /* in: sizeof */
+	uint32_t reserved;
+	uint64_t passes, layers, decode_steps;
+	uint64_t bubbles;         /* layers before which compute stood for reads */
+	uint64_t bubble_ns;       /* that it stood */
+	uint64_t first_bubble_ns; /* of it before first layers, which nothing can hide */
+	uint64_t read_hidden_ns;  /* reads in flight while compute did not stand */
+	uint64_t read_exposed_ns; /* and while it did */
+	uint64_t write_ns;        /* deferred writes in flight */
+	uint64_t deferred_objects, deferred_bytes;
+	uint64_t issued_off_bytes;    /* nothing held them back */
+	uint64_t issued_age_bytes;    /* they were too old to wait */
+	uint64_t issued_high_bytes;   /* the store buffer was nearly full */
+	uint64_t issued_window_bytes; /* a layer of a prefill left room */
+	uint64_t issued_decode_bytes; /* a decode step did */
+	uint64_t issued_idle_bytes;   /* nothing computed */
+	uint64_t oldest_age_ns;       /* that a deferred write has reached */
+	uint64_t overruns;            /* windows at whose end their writes were in flight */
+	uint64_t beside;              /* pieces of writes that were issued beside reads */
+	uint64_t offers, offers_refused;
+	uint64_t estimates;           /* passes whose time was estimated before */
+	uint64_t estimated_ns, took_ns, error_ns; /* sums of the estimates, of the truth, of the differences */
+	uint64_t window_ns; /* of the layer or decode step that is under way, or was last; 0: not known */
+	double window_factor, read_factor, write_factor; /* what was learned: the truth for one of the table */
+};
+int tuttifs_scheduler_stats(tuttifs_session_t session, struct tuttifs_scheduler_stats *stats);
+
+/* The time that compute stood before each layer, in all passes so far: nanoseconds[l] for l < count, 0 for those behind
+ * the last that it ever stood before. */
+int tuttifs_layer_bubbles(tuttifs_session_t session, uint64_t *nanoseconds, uint64_t count);
 
 #ifdef __cplusplus
 }

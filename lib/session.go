@@ -70,7 +70,8 @@ func goClose(mount C.uintptr_t, text *C.char) C.int {
 }
 
 // sessionFlags are those that there are.
-const sessionFlags = C.TUTTIFS_GPU | C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING | C.TUTTIFS_STORE_REFUSE
+const sessionFlags = C.TUTTIFS_GPU | C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING | C.TUTTIFS_STORE_REFUSE |
+	C.TUTTIFS_NO_SCHEDULER | C.TUTTIFS_NO_BUDGET | C.TUTTIFS_READS_NOT_FIRST
 
 // gpuFlags are those that mean something with a GPU only.
 const gpuFlags = C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING
@@ -87,7 +88,7 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 	if err := sized(unsafe.Pointer(o), o.size, unsafe.Sizeof(*o), "tuttifs_session_options"); err != nil {
 		return e, err
 	}
-	if o.flags&^sessionFlags != 0 || o.reserved != [3]C.uint64_t{} {
+	if o.flags&^sessionFlags != 0 || o.reserved != [2]C.uint64_t{} {
 		return e, fmt.Errorf("%w: unknown flags %#x or reserved fields of tuttifs_session_options",
 			engine.ErrInvalid, uint32(o.flags))
 	}
@@ -104,6 +105,11 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 		Lanes: int(o.lanes), Depth: int(o.depth), DMABytes: int(o.dma_bytes), BounceBytes: int(o.bounce_bytes),
 		ArenaBytes: int(o.arena_bytes), ChunkCommands: int(o.chunk_commands),
 		Deadline: time.Duration(o.deadline_ms) * time.Millisecond, StoreBytes: int(o.store_bytes),
+	}
+	e.Scheduler = engine.SchedulerOptions{Off: o.flags&C.TUTTIFS_NO_SCHEDULER != 0,
+		NoBudget: o.flags&C.TUTTIFS_NO_BUDGET != 0, ReadsNotFirst: o.flags&C.TUTTIFS_READS_NOT_FIRST != 0}
+	if o.slack_table != nil {
+		e.Scheduler.Table = C.GoString(o.slack_table)
 	}
 	if o.flags&C.TUTTIFS_STORE_REFUSE != 0 {
 		e.StorePolicy = gio.StoreRefuse

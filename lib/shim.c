@@ -111,6 +111,39 @@ API int tuttifs_store_stats(tuttifs_session_t session, struct tuttifs_store_stat
 
 API int tuttifs_session_close(tuttifs_session_t session) { return GO(goSessionClose, H(session)); }
 
+API int tuttifs_prefill(tuttifs_session_t session, uint32_t input, uint32_t prefix, uint32_t layers)
+{
+	return GO(goPrefill, H(session), input, prefix, layers);
+}
+
+API int tuttifs_layer_done(tuttifs_session_t session, uint32_t layer, tuttifs_event_t after)
+{
+	return GO(goLayerDone, H(session), layer, H(after));
+}
+
+API int tuttifs_decode_step(tuttifs_session_t session, uint32_t length)
+{
+	return GO(goDecodeStep, H(session), length);
+}
+
+API int tuttifs_end_pass(tuttifs_session_t session) { return GO(goEndPass, H(session)); }
+
+API int tuttifs_offer(tuttifs_session_t session, uint32_t input, uint32_t cached, uint32_t layers,
+                      struct tuttifs_offer *offer)
+{
+	return GO(goOffer, H(session), input, cached, layers, offer);
+}
+
+API int tuttifs_scheduler_stats(tuttifs_session_t session, struct tuttifs_scheduler_stats *stats)
+{
+	return GO(goSchedulerStats, H(session), stats);
+}
+
+API int tuttifs_layer_bubbles(tuttifs_session_t session, uint64_t *nanoseconds, uint64_t count)
+{
+	return GO(goLayerBubbles, H(session), nanoseconds, count);
+}
+
 API int tuttifs_pool_open(tuttifs_session_t session, const struct tuttifs_pool_options *options, tuttifs_pool_t *pool)
 {
 	return GO(goPoolOpen, H(session), (struct tuttifs_pool_options *)options, OUT(pool));
