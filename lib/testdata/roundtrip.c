@@ -372,10 +372,44 @@ static void refusals(struct rank *r)
 	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, 0, 0, &lease, 1, NULL, NULL, NULL));
 }
 
+static void scheduler(tuttifs_session_t session)
+{
+	struct tuttifs_scheduler_stats before = {.size = sizeof before}, after = {.size = sizeof after};
+	struct tuttifs_offer offer = {.size = sizeof offer};
+	struct tuttifs_session_stats stats = {.size = sizeof stats};
+	uint64_t bubbles[5] = {1, 1, 1, 1, 1};
+	OK(tuttifs_scheduler_stats(session, &before));
+	OK(tuttifs_offer(session, 64, 128, 4, &offer));
+	CHECK(offer.load == 1 && !offer.known); /* nothing is known yet */
+	OK(tuttifs_prefill(session, 64, 128, 4));
+	for (uint32_t l = 0; l < 3; l++)
+		OK(tuttifs_layer_done(session, l, NULL));
+	OK(tuttifs_decode_step(session, 192));
+	OK(tuttifs_end_pass(session));
+	OK(tuttifs_scheduler_stats(session, &after));
+	CHECK(after.passes == before.passes + 1 && after.decode_steps == before.decode_steps + 1);
+	CHECK(after.layers == before.layers + 3);
+	CHECK(after.window_factor == 1); /* without a table */
+	OK(tuttifs_layer_bubbles(session, bubbles, 5));
+	CHECK(bubbles[4] == 0);
+	REFUSED(TUTTIFS_EINVAL, tuttifs_prefill(session, 0, 128, 4));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_prefill(session, UINT32_MAX, 128, 4));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_prefill(session, 64, 128, UINT32_MAX));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_decode_step(session, 0));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_offer(session, 64, 128, 4, NULL));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_layer_bubbles(session, NULL, 5));
+	REFUSED(TUTTIFS_EBADF, tuttifs_end_pass(NULL));
+	OK(tuttifs_session_stats(session, &stats));
+	if (!stats.gpu)
+		REFUSED(TUTTIFS_ENOTSUP, tuttifs_layer_done(session, 0, (tuttifs_event_t)&stats));
+	after.size = 8;
+	REFUSED(TUTTIFS_EINVAL, tuttifs_scheduler_stats(session, &after));
+}
+
 static void options(tuttifs_mount_t mount)
 {
 	tuttifs_session_t none = NULL;
-	struct tuttifs_session_options o = {.size = sizeof o, .flags = 64};
+	struct tuttifs_session_options o = {.size = sizeof o, .flags = 1u << 30};
 	uint8_t token[16] = {1};
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
 	o.flags = TUTTIFS_POLLING;
@@ -391,18 +425,23 @@ static void options(tuttifs_mount_t mount)
 	CHECK(strstr(tuttifs_last_error(), "the mount gives a process at most"));
 	o.store_bytes = 0, o.flags = TUTTIFS_STORE_REFUSE;
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	o.flags = 0, o.slack_table = "/proc/no such table";
+	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	o.slack_table = "/proc/version"; /* a file, and no table */
+	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	o.slack_table = NULL;
 	REFUSED(TUTTIFS_ESTALE, tuttifs_session_join(mount, token, NULL, &none));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_join(mount, NULL, NULL, &none));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, NULL, NULL));
 	struct { struct tuttifs_session_options known; uint64_t later; } longer = {{.size = sizeof longer}, 1};
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &longer.known, &none));
 	CHECK(none == NULL);
-	o = (struct tuttifs_session_options){.size = sizeof o, .flags = TUTTIFS_GPU | TUTTIFS_GPU_AUTO, .device = "0"};
+	o = (struct tuttifs_session_options){.size = sizeof o, .flags = TUTTIFS_GPU | TUTTIFS_GPU_AUTO | TUTTIFS_NO_SCHEDULER, .device = "0"};
 	OK(tuttifs_session_create(mount, &o, &none));
 	char about[200], little[5];
 	struct tuttifs_session_stats stats = {.size = sizeof stats};
 	OK(tuttifs_session_describe(none, about, sizeof about));
-	CHECK(strstr(about, "bounce 64 MiB"));
+	CHECK(strstr(about, "bounce 64 MiB") && strstr(about, "scheduler off"));
 	OK(tuttifs_session_describe(none, little, sizeof little));
 	CHECK(strlen(little) == 4 && !strncmp(little, about, 4));
 	OK(tuttifs_session_stats(none, &stats));
@@ -465,6 +504,7 @@ int main(int argc, char **argv)
 	join(&ranks[1], 1, argv[1], token);
 	round_trip(ranks);
 	refusals(&ranks[0]);
+	scheduler(ranks[0].session);
 	forks(&ranks[0], argv[1]);
 
 	OK(tuttifs_pool_close(ranks[0].pool));

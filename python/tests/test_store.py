@@ -184,6 +184,25 @@ class RoundTrip(Mounted):
             memory.close()
             memory.close()
 
+    def test_scheduler(self):
+        with self.store.session(dma_bytes=8 << 20, no_budget=True, reads_not_first=False) as session:
+            self.assertIn("scheduler learns, without budgets", session.describe())
+            self.assertEqual(session.offer(64, 128, 3), tuttifs.Offer(load=True, known=False, restore_ns=0, recompute_ns=0))
+            session.prefill(64, 128, 3)
+            for layer in range(3):
+                session.layer_done(layer)
+            session.decode_step(193)
+            session.end_pass()
+            stats = session.scheduler_stats()
+            self.assertEqual((stats.passes, stats.layers, stats.decode_steps, stats.bubbles), (1, 3, 1, 0))
+            self.assertEqual(session.layer_bubbles(3), [0, 0, 0])
+            with self.assertRaises(tuttifs.NotSupportedError):
+                session.layer_done(0, 1 << 20)
+            with self.assertRaises(tuttifs.InvalidError):
+                session.prefill(0, 128, 3)
+        with self.assertRaises(tuttifs.InvalidError):
+            self.store.session(slack_table="/proc/version")
+
     def test_sessions_memory_outlives_its_views(self):
         session = self.store.session(**SESSION)
         view = session.dma()[100:200]

@@ -18,6 +18,7 @@ from .errors import (AgainError, BusyError, ChecksumError, ClosedError, Code, De
 from .layers import Layers, Transfer
 from .layout import Class, Object, Paged, Run, StridedRun
 from .leases import Lease, Leases, Pinned, Reservation, Status
+from .scheduling import Offer, SchedulerStats
 from .store import Memory, Pool, PoolStats, Session, SessionStats, Store, StoreStats
 
 __version__ = "0.1"
@@ -26,8 +27,8 @@ __all__ = [
     "AgainError", "BusyError", "ChecksumError", "Class", "ClosedError", "Code", "DefectError", "DriveError", "Error",
     "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError", "Layers", "Lease", "Leases",
     "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError", "NotFoundError", "NotMountedError",
-    "NotSupportedError", "Object", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError",
-    "ReadOnlyError", "Reservation", "Run", "Session", "SessionStats", "StaleError", "Status", "Store",
+    "NotSupportedError", "Object", "Offer", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError",
+    "ReadOnlyError", "Reservation", "Run", "SchedulerStats", "Session", "SessionStats", "StaleError", "Status", "Store",
     "StoreBufferError", "StoreStats", "StridedRun", "TimedOutError", "Transfer", "binary", "keys",
 ]
 

@@ -15,6 +15,7 @@ MAJOR = 1
 NATIVE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_native")  # what a wheel brings along
 
 GPU, GPU_AUTO, POLLING = 1, 2, 4  # flags of sessions
+STORE_REFUSE, NO_SCHEDULER, NO_BUDGET, READS_NOT_FIRST = 8, 16, 32, 64
 STORE = 1  # of layers
 PARTIAL = 1  # of reservations
 PADDED = 1  # of host memory
@@ -35,7 +36,7 @@ class Sized(C.Structure):
 class SessionOptions(Sized):
     _fields_ = [("size", u32), ("flags", u32), ("device", cp), ("lanes", u32), ("depth", u32), ("dma_bytes", u64),
                 ("bounce_bytes", u64), ("staging_bytes", u64), ("arena_bytes", u64), ("chunk_commands", u32),
-                ("deadline_ms", u32), ("store_bytes", u64), ("reserved", u64 * 3)]
+                ("deadline_ms", u32), ("store_bytes", u64), ("slack_table", cp), ("reserved", u64 * 2)]
 
 
 class SessionStats(Sized):
@@ -48,6 +49,20 @@ class StoreStats(Sized):
     _fields_ = [("size", u32), ("refuse", u32)] + [(n, u64) for n in (
         "bytes", "fill", "peak", "objects", "object_bytes", "oldest_ns", "stored_objects", "stored_bytes", "refused",
         "blocked_ns")]
+
+
+class Offer(Sized):
+    _fields_ = [("size", u32), ("load", u32), ("known", u32), ("reserved", u32), ("restore_ns", u64),
+                ("recompute_ns", u64)]
+
+
+class SchedulerStats(Sized):
+    _fields_ = [("size", u32), ("reserved", u32)] + [(n, u64) for n in (
+        "passes", "layers", "decode_steps", "bubbles", "bubble_ns", "first_bubble_ns", "read_hidden_ns",
+        "read_exposed_ns", "write_ns", "deferred_objects", "deferred_bytes", "issued_off_bytes", "issued_age_bytes",
+        "issued_high_bytes", "issued_window_bytes", "issued_decode_bytes", "issued_idle_bytes", "oldest_age_ns",
+        "overruns", "beside", "offers", "offers_refused", "estimates", "estimated_ns", "took_ns", "error_ns",
+        "window_ns")] + [(n, C.c_double) for n in ("window_factor", "read_factor", "write_factor")]
 
 
 class PoolStats(Sized):
@@ -102,10 +117,12 @@ class Item(C.Structure):
 FUNCTIONS = {
     "open": [cp, vp], "close": [vp], "session_create": [vp, vp, vp], "session_join": [vp, vp, vp, vp],
     "session_token": [vp, vp], "session_describe": [vp, vp, u64], "session_dma": [vp, vp, vp],
-    "session_stats": [vp, vp], "store_stats": [vp, vp], "session_close": [vp], "pool_open": [vp, vp, vp],
-    "pool_close": [vp], "pool_stats": [vp, vp], "register_host": [vp, vp, u64, u32, vp], "register_device": [vp, u64,
-    u64, vp], "register_paged": [vp, vp, vp], "memory_cost": [vp, vp], "unregister": [vp], "keys": [vp, vp, u64, vp,
-    vp], "peek": [vp, u32, vp, u64, vp], "pin": [vp, u32, u64, vp, u64, vp, vp], "release": [vp, u64],
+    "session_stats": [vp, vp], "store_stats": [vp, vp], "prefill": [vp, u32, u32, u32], "layer_done": [vp, u32, vp],
+    "decode_step": [vp, u32], "end_pass": [vp], "offer": [vp, u32, u32, u32, vp], "scheduler_stats": [vp, vp],
+    "layer_bubbles": [vp, vp, u64], "session_close": [vp], "pool_open": [vp, vp, vp], "pool_close": [vp],
+    "pool_stats": [vp, vp], "register_host": [vp, vp, u64, u32, vp], "register_device": [vp, u64, u64, vp],
+    "register_paged": [vp, vp, vp], "memory_cost": [vp, vp], "unregister": [vp], "keys": [vp, vp, u64, vp, vp],
+    "peek": [vp, u32, vp, u64, vp], "pin": [vp, u32, u64, vp, u64, vp, vp], "release": [vp, u64],
     "reserve": [vp, u32, u64, vp, u64, u32, vp, vp], "commit": [vp, u64, vp, u64], "abort": [vp, u64],
     "report_bad": [vp, u32, u64], "layers_open": [vp, u16, u32, vp, u64, vp, vp, vp],
     "retrieve_layer": [vp, u16, vp, vp], "store_layer": [vp, u16, vp, vp],

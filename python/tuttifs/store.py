@@ -10,13 +10,14 @@ import secrets
 import struct
 import weakref
 from types import TracebackType
-from typing import Any, Dict, Mapping, Optional, Sequence, Type, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Type, Union
 
 from . import _lib
 from .errors import Error, InvalidError
 from .layers import Layers
 from .layout import Extent, Object, Paged, Run, extent
 from .leases import Lease, Leases, Pinned, Reservation
+from .scheduling import Scheduled
 
 KEY_BYTES = 32
 _ITEM = struct.Struct("=32s32sII")  # _lib.Item
@@ -62,7 +63,7 @@ class Store(Closing):
         self._lib.open(os.fsencode(self.path), C.byref(self._h))
         self._finalizer = weakref.finalize(self, _quietly, self._lib.close, self._h)
 
-    def session(self, device: Any = "cpu", *, auto: bool = False, polling: bool = False, **options: int) -> "Session":
+    def session(self, device: Any = "cpu", *, auto: bool = False, polling: bool = False, **options: Any) -> "Session":
         """A new session, of which this process is the first member. Waits for the daemon.
 
         device: the executor, and where registered tensors are: "cpu"; "cuda", "cuda:1", a `torch.device` or an
@@ -70,12 +71,14 @@ class Store(Closing):
         auto: with a GPU: take the CPU where there is no driver or no GPU.
         polling: with a GPU: kernels that poll in place of the ring. A baseline, not for use.
         options: lanes, depth, dma_bytes, bounce_bytes, staging_bytes, arena_bytes, chunk_commands, deadline_ms,
-            store_bytes as in include/libtuttifs.h; 0 or left out for the defaults.
+            store_bytes as in include/libtuttifs.h; 0 or left out for the defaults. slack_table: the path of a table
+            that the scheduler begins with. Switches, True or left out: store_refuse, no_scheduler, no_budget,
+            reads_not_first.
         """
         return Session(self, None, _device(device, auto, polling), options)
 
     def join(self, token: bytes, device: Any = "cpu", *, auto: bool = False, polling: bool = False,
-             **options: int) -> "Session":
+             **options: Any) -> "Session":
         """Joins the session with that token (`Session.token`, 16 bytes), as each rank's process does. The rest is as in
         `session`."""
         if len(token) != 16:
@@ -150,20 +153,31 @@ def _device(device: Any, auto: bool, polling: bool) -> Dict[str, Any]:
     return {"flags": flags, "device": encoded(name, "device")}
 
 
-class Session(Closing):
+# Options of sessions: numbers, and what is on or off.
+NUMBERS = {"lanes", "depth", "dma_bytes", "bounce_bytes", "staging_bytes", "arena_bytes", "chunk_commands",
+           "deadline_ms", "store_bytes"}
+SWITCHES = {"store_refuse": _lib.STORE_REFUSE, "no_scheduler": _lib.NO_SCHEDULER, "no_budget": _lib.NO_BUDGET,
+            "reads_not_first": _lib.READS_NOT_FIRST}
+
+
+class Session(Closing, Scheduled):
     """This process's membership in a session, made by `Store.session` or `Store.join`. It may be used from all threads.
 
     Closing it, or its end as an object, ends what is in flight and everything that was made from it.
     """
 
     def __init__(self, store: Store, token: Optional[bytes], executor: Mapping[str, Any],
-                 options: Mapping[str, int]) -> None:
+                 options: Mapping[str, Any]) -> None:
         self._lib = store._lib
-        unknown = set(options) - {"lanes", "depth", "dma_bytes", "bounce_bytes", "staging_bytes", "arena_bytes",
-                                  "chunk_commands", "deadline_ms", "store_bytes"}
+        unknown = set(options) - NUMBERS - set(SWITCHES) - {"slack_table"}
         if unknown:
             raise TypeError(f"unknown options of a session: {', '.join(sorted(unknown))}")
-        o = _lib.SessionOptions(**options, **executor)
+        o = _lib.SessionOptions(**{k: v for k, v in options.items() if k in NUMBERS}, **executor)
+        for switch, flag in SWITCHES.items():
+            o.flags |= flag if options.get(switch) else 0
+        if options.get("slack_table"):
+            o.slack_table = os.fsencode(options["slack_table"])
+        self._events: List[List[Any]] = [[]]
         self._h = C.c_void_p()
         if token is None:
             self._lib.session_create(store._h, C.byref(o), C.byref(self._h))
