@@ -185,9 +185,10 @@ class RoundTrip(Mounted):
             memory.close()
 
     def test_scheduler(self):
-        with self.store.session(dma_bytes=8 << 20, no_budget=True, reads_not_first=False) as session:
+        with self.store.session(**SESSION, no_budget=True, reads_not_first=False) as session:
             self.assertIn("scheduler learns, without budgets", session.describe())
-            self.assertEqual(session.offer(64, 128, 3), tuttifs.Offer(load=True, known=False, restore_ns=0, recompute_ns=0))
+            nothing = tuttifs.Offer(load=True, known=False, restore_ns=0, recompute_ns=0)
+            self.assertEqual(session.offer(64, 128, 3), nothing)
             session.prefill(64, 128, 3)
             for layer in range(3):
                 session.layer_done(layer)
