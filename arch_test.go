@@ -44,7 +44,7 @@ var rooms = map[string][]string{
 	"cuda":              {},
 	"cuda/cudatest":     {"cuda", "nvme", "checksum"},
 	"gio":               {"stripe", "nvme", "checksum", "cuda", "slack"},
-	"gio/giotest":       {"gio", "stripe", "nvme", "nvme/emu", "drive", "checksum"},
+	"gio/giotest":       {"gio", "stripe", "nvme", "nvme/emu", "drive", "drivemodel", "phase", "checksum"},
 	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda", "slack"},
 	"lib":               {"engine", "gio", "stripe", "checksum", "cuda", "contentkey"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},

@@ -15,9 +15,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/drive"
+	"tuttifs/drivemodel"
 	"tuttifs/gio"
 	"tuttifs/nvme"
 	"tuttifs/nvme/emu"
+	"tuttifs/phase"
 	"tuttifs/stripe"
 )
 
@@ -71,6 +73,9 @@ type Shape struct {
 	ChunkCommands               int
 	Deadline                    time.Duration
 	Geometry                    stripe.Geometry
+	// Media and Phases are the drives' models and phases; nil: as fast as memory, and no phases.
+	Media  []*drivemodel.Medium
+	Phases []*phase.Token
 	// Stepped runs the controllers on the thread that waits.
 	Stepped bool
 	// Registers has queues made, deleted and rung by controllers' registers and admin queues.
@@ -299,10 +304,17 @@ func (r *Rig) makeControllers() {
 	r.poller, err = emu.NewPoller(emu.PollerConfig{Armed: &r.armed, Wake: &r.wake})
 	require.NoError(r.t, err)
 	for d := range s.Drives {
-		c, err := emu.New(emu.Config{
+		config := emu.Config{
 			Drive: r.Drives[d], Index: uint16(d), MDTS: 9, QueueEntries: 4096, Queues: uint16(s.Lanes),
 			SGL: true, InOrder: s.InOrder, Serial: "giotest",
-		})
+		}
+		if s.Media != nil {
+			config.Medium = s.Media[d]
+		}
+		if s.Phases != nil {
+			config.Phase = s.Phases[d]
+		}
+		c, err := emu.New(config)
 		require.NoError(r.t, err)
 		r.Controllers = append(r.Controllers, c)
 	}
