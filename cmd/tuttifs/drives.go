@@ -193,7 +193,7 @@ func (d *drivesDocument) print(e *env) {
 			fmt.Fprintln(w, strings.Join(append(head, "-", "-", "-", "-", "-"), "\t"))
 		}
 		for _, n := range c.Namespaces {
-			holds := "?"
+			holds := "cannot be read"
 			if n.Content != nil {
 				holds = n.Content.What
 			}

@@ -6,6 +6,7 @@ package nvmetest
 import (
 	"errors"
 	"fmt"
+	"os"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -168,7 +169,7 @@ func (t *Emulated) Close() error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.closed {
-		return errMap
+		return os.ErrClosed
 	}
 	t.closed = true
 	t.Controller.Close()

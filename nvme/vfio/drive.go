@@ -137,7 +137,8 @@ func retriable(err error) bool {
 }
 
 func (d *Drive) errorf(op string, off, n int64, err error) error {
-	if errors.Is(err, ErrGone) {
+	// A controller that was let go of because the system wanted it back is closed under its drives.
+	if errors.Is(err, ErrGone) || errors.Is(err, ErrClosed) {
 		err = fmt.Errorf("%w: %w", drive.ErrShrunk, err)
 	}
 	return fmt.Errorf("drive %s: %s of %d bytes at offset %d: %w", d.name, op, n, off, err)
@@ -405,6 +406,9 @@ func (d *Drive) Close() error {
 	}
 	d.open = false
 	err := d.q.Close()
+	if errors.Is(err, ErrClosed) {
+		err = nil // with its controller
+	}
 	if !errors.Is(err, ErrQuarantined) {
 		err = errors.Join(err, d.mem.Free())
 	}

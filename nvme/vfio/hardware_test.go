@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/drive"
 	"tuttifs/nvme/nvmetest"
 	"tuttifs/nvme/vfio"
 )
@@ -52,4 +53,24 @@ func TestHardware(t *testing.T) {
 			nvmetest.Run(t, r)
 		})
 	}
+}
+
+// TestHardwareRequest: TUTTIFS_NVME_REQUEST is a shell command by which the system takes the last controller of
+// TUTTIFS_NVME away in order; it waits until the controller is let go of.
+func TestHardwareRequest(t *testing.T) {
+	names, request := os.Getenv("TUTTIFS_NVME"), os.Getenv("TUTTIFS_NVME_REQUEST")
+	if names == "" || request == "" {
+		t.Skip("TUTTIFS_NVME and TUTTIFS_NVME_REQUEST name no controller and no way to ask for it")
+	}
+	list := strings.Split(names, ",")
+	name, _, _ := strings.Cut(list[len(list)-1], "@")
+	m := vfio.NewMachine("/sys", "/dev", "/proc")
+	d, err := m.OpenDrive(name, drive.Options{})
+	require.NoError(t, err)
+	b := make([]byte, 4096)
+	require.NoError(t, d.ReadAt(b, 0))
+	out, err := exec.Command("sh", "-c", request).CombinedOutput()
+	require.NoError(t, err, "%s", out)
+	require.ErrorIs(t, d.ReadAt(b, 0), drive.ErrShrunk)
+	require.NoError(t, d.Close())
 }

@@ -25,6 +25,8 @@ type Machine struct {
 	// Write puts a word into an attribute of sysfs, by its path. Where the tree is a test's, so is the kernel.
 	Write func(path, word string) error
 
+	transport func(address string) (Transport, error) // Open, or a test's
+
 	groupsMu sync.Mutex
 	groups   map[string]*group // open IOMMU groups
 
@@ -34,8 +36,10 @@ type Machine struct {
 
 // NewMachine takes the places of sysfs, device nodes and procfs: "/sys", "/dev" and "/proc".
 func NewMachine(sys, dev, proc string) *Machine {
-	return &Machine{sys: sys, dev: dev, proc: proc, Write: writeAttribute, groups: map[string]*group{},
+	m := &Machine{sys: sys, dev: dev, proc: proc, Write: writeAttribute, groups: map[string]*group{},
 		open: map[string]*shared{}}
+	m.transport = m.Open
+	return m
 }
 
 func writeAttribute(path, word string) error {

@@ -5,14 +5,20 @@ import (
 	"fmt"
 	"strconv"
 	"strings"
+	"time"
 
 	"tuttifs/drive"
 )
 
+// driveTimeout is of a drive's commands: less than what a volume waits before it gives a drive up, so that there is time
+// to end them and to try again.
+const driveTimeout = 10 * time.Second
+
 // shared is a controller that drives of this process are open on. The kernel lets a device be opened once.
 type shared struct {
-	c     *Controller
-	users map[uint32]*lockState // of its namespaces
+	address string
+	c       *Controller
+	users   map[uint32]*lockState // of its namespaces
 }
 
 // lockState is how a namespace is locked among the drives of this process, as flock does it for files.
@@ -60,7 +66,7 @@ func (m *Machine) OpenDrive(name string, o drive.Options) (drive.Drive, error) {
 	}
 	d, err := m.openOn(s, nsid, o)
 	if err != nil {
-		return nil, errors.Join(err, m.unshare(address, s))
+		return nil, errors.Join(err, m.unshare(s))
 	}
 	d.name = name
 	return d, nil
@@ -70,15 +76,15 @@ func (m *Machine) share(address string) (*shared, error) {
 	if s := m.open[address]; s != nil {
 		return s, nil
 	}
-	t, err := m.Open(address)
+	t, err := m.transport(address)
 	if err != nil {
 		return nil, err
 	}
-	c, err := Open(t, Options{})
+	c, err := Open(t, Options{CommandTimeout: driveTimeout})
 	if err != nil {
 		return nil, err
 	}
-	s := &shared{c: c, users: map[uint32]*lockState{}}
+	s := &shared{address: address, c: c, users: map[uint32]*lockState{}}
 	m.open[address] = s
 	go func() {
 		select {
@@ -92,13 +98,13 @@ func (m *Machine) share(address string) (*shared, error) {
 }
 
 // unshare closes a controller that no drive uses any more.
-func (m *Machine) unshare(address string, s *shared) error {
+func (m *Machine) unshare(s *shared) error {
 	for _, l := range s.users {
 		if l.total() > 0 {
 			return nil
 		}
 	}
-	delete(m.open, address)
+	delete(m.open, s.address)
 	if err := s.c.Close(); err != nil && !errors.Is(err, ErrClosed) {
 		return err
 	}
@@ -141,7 +147,6 @@ func (m *Machine) openOn(s *shared, nsid uint32, o drive.Options) (*Drive, error
 	} else {
 		l.writer = true
 	}
-	address := s.c.Name()
 	d.end = func() error {
 		m.mu.Lock()
 		defer m.mu.Unlock()
@@ -150,7 +155,7 @@ func (m *Machine) openOn(s *shared, nsid uint32, o drive.Options) (*Drive, error
 		} else {
 			l.writer = false
 		}
-		return m.unshare(address, s)
+		return m.unshare(s)
 	}
 	return d, nil
 }

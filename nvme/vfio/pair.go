@@ -210,23 +210,25 @@ func (c *Controller) finish(p *Pair, mine bool, err error) error {
 // Close ends the queue; commands in flight end with ErrClosed. Nobody may use it afterwards.
 func (q *Queue) Close() error {
 	c := q.c
+	c.recovery.Lock() // nobody makes the queue anew meanwhile
+	defer c.recovery.Unlock()
 	c.mu.Lock()
 	mine := c.queues[q.pair.ID] == q
 	delete(c.queues, q.pair.ID)
 	err := c.err
 	c.mu.Unlock()
+	closed := c.errorf("queue %d: %w", q.pair.ID, ErrClosed)
 	if !mine {
-		return c.errorf("queue %d: %w", q.pair.ID, ErrClosed)
+		return closed
 	}
 	q.hold()
-	closed := c.errorf("queue %d: %w", q.pair.ID, ErrClosed)
-	if err == nil {
-		err = c.deleteOn(c.admin.Do, q.pair, nil)
+	if err == nil && c.deleteOn(c.quick, q.pair, nil) != nil {
+		err = c.reset() // which ends it too
 	}
 	if errors.Is(err, ErrQuarantined) {
 		closed = err
 	}
-	q.endForGood(closed, true)
+	q.endForGood(closed, err == nil)
 	return c.finish(q.pair, true, err)
 }
 
