@@ -224,19 +224,22 @@ func (s *storeBuffer) signal() {
 	}
 }
 
-// wait is take by a thread that waits for room, as long as places come free.
-func (s *storeBuffer) wait(n int) (place, error) {
+// wait is take by a thread that waits for room, as long as places come free. It calls blocked when it begins to.
+func (s *storeBuffer) wait(n int, blocked func()) (place, error) {
 	s.waiting.Lock()
 	defer s.waiting.Unlock()
 	timer := time.NewTimer(s.deadline)
 	defer timer.Stop()
-	for {
+	for first := true; ; first = false {
 		p, ok, err := s.take(n)
 		if err != nil {
 			s.unblock()
 		}
 		if ok || err != nil {
 			return p, err
+		}
+		if first {
+			blocked()
 		}
 		select {
 		case <-s.freed:
@@ -258,11 +261,12 @@ func (s *storeBuffer) fail(err error) {
 	s.signal()
 }
 
-// pressed says that the buffer is above its high water, three quarters: writes go regardless of windows then.
+// pressed says that the buffer is above its high water, three quarters, or that a store waits for room, which may be there
+// in pieces that are too small: writes go regardless of windows then.
 func (s *storeBuffer) pressed() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.used > len(s.taken)*3/4
+	return s.used > len(s.taken)*3/4 || s.blocked != 0
 }
 
 // describe fills in what a pacer is to know.

@@ -273,7 +273,7 @@ func (t *ringLayerTicket) evacuate(ctxs []IOCTX) error {
 			p = places[i]
 		} else {
 			var err error
-			if p, err = r.store.wait(size); err != nil {
+			if p, err = r.store.wait(size, r.paceAgain); err != nil {
 				return err
 			}
 		}

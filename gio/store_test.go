@@ -60,6 +60,7 @@ func TestStoreBufferPlaces(t *testing.T) {
 			s.free(p)
 		}
 		require.Zero(t, s.report().Fill)
+		s.unblock()
 		require.False(t, s.pressed())
 	}
 }
@@ -89,17 +90,19 @@ func TestStoreBufferWaits(t *testing.T) {
 	s := newTestBuffer(StoreLeast)
 	var places []place
 	for range 4 {
-		p, err := s.wait(s.piece)
+		p, err := s.wait(s.piece, func() {})
 		require.NoError(t, err)
 		places = append(places, p)
 	}
 	require.True(t, s.pressed())
-	_, err := s.wait(1)
+	called := 0
+	_, err := s.wait(1, func() { called++ })
 	require.ErrorIs(t, err, ErrTimeout)
+	require.Equal(t, 1, called)
 	require.Positive(t, s.report().BlockedNanos)
 	got := make(chan error, 1)
 	wait := func() {
-		_, err := s.wait(s.piece)
+		_, err := s.wait(s.piece, func() {})
 		got <- err
 	}
 	go wait()
@@ -111,6 +114,25 @@ func TestStoreBufferWaits(t *testing.T) {
 	require.ErrorIs(t, <-got, gone)
 	_, err = s.takeAll([]int{1})
 	require.ErrorIs(t, err, gone)
+}
+
+// TestStoreBufferIsPressed: below high water too, when the room that there is, is not in one piece.
+func TestStoreBufferIsPressed(t *testing.T) {
+	s := newTestBuffer(StoreLeast)
+	places, err := s.takeAll([]int{s.piece / 2, s.piece / 2, s.piece / 2, s.piece, s.piece, s.piece / 2})
+	require.NoError(t, err)
+	s.free(places[0])
+	s.free(places[2])
+	require.False(t, s.pressed())
+	_, ok, err := s.take(s.piece)
+	require.NoError(t, err)
+	require.False(t, ok)
+	require.True(t, s.pressed())
+	s.free(places[1])
+	_, ok, err = s.take(s.piece)
+	require.NoError(t, err)
+	require.True(t, ok)
+	require.Positive(t, s.report().BlockedNanos)
 }
 
 // TestStoreBufferRefuses: a layer is taken whole or not at all.
