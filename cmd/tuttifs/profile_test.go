@@ -100,7 +100,8 @@ func TestLoadProfile(t *testing.T) {
 func TestPhasesOfAMount(t *testing.T) {
 	paths := formatted(t, 2, "128m")
 	dir := mountPoint(t)
-	for _, bad := range []string{"phases=maybe", "phase_patience=3s", "phase_metadata=1us", "phase_turn=5", "phase_quiet=0"} {
+	for _, bad := range []string{"phases=maybe", "phase_patience=3s", "phase_metadata=1us", "phase_turn=5",
+		"phase_quiet=0"} {
 		refused(t, 1, bad, "mount", paths[0], dir, "-o", bad)
 	}
 	for _, off := range []bool{false, true} {

@@ -7,8 +7,8 @@
 // and the admin queue, and they are served by the controller's own poller. Either way a queue is owned by exactly one
 // poller, and everything private of it (heads, tails, phase, commands) is guarded by that poller's lock.
 //
-// Lock order: Controller.mu, Poller.mu, then the leaves Controller.log.mu, workers.mu, the medium's and the phase's. Authority and
-// fault hooks are called with Poller.mu held and must not call back into the package.
+// Lock order: Controller.mu, Poller.mu, then the leaves Controller.log.mu, workers.mu, the medium's and the phase's.
+// Authority and fault hooks are called with Poller.mu held and must not call back into the package.
 package emu
 
 import (

@@ -280,7 +280,7 @@ func TestPhasesOfADriveThatHangs(t *testing.T) {
 	requireIdle(t, token)
 }
 
-// A poller that sleeps when it has nothing to do looks again at a queue that waits for its phase, though nobody wakes it.
+// A poller that sleeps when it has nothing to do looks again at a queue that waits for its phase: nobody wakes it.
 func TestWaitingQueuesAreLookedAt(t *testing.T) {
 	token := phase.New(patient)
 	d := memoryDrive(t, 1<<20)
