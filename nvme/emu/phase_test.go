@@ -7,6 +7,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -333,4 +334,59 @@ func BenchmarkPhases(b *testing.B) {
 			})
 		}
 	}
+}
+
+// busy keeps n transfers of 64 KiB in a queue, and counts the bytes that have moved.
+func (h *host) busy(write bool, n int, sent, bytes *int) {
+	const size = 64 << 10
+	for _, c := range h.reap() {
+		require.True(h.t, c.status.OK())
+		*bytes += size
+	}
+	for ; *sent-*bytes/size < n; *sent++ {
+		var e nvme.SQE
+		cid := uint16(*sent % n)
+		nvme.BuildRW(&e, write, cid, 1, uint64(cid)*(size>>h.c.lbaShift), size>>h.c.lbaShift)
+		require.NoError(h.t, e.SetSGL(dmaBase, size))
+		h.put(e)
+	}
+	h.ring()
+}
+
+// The pollers themselves on the paper's drive at a 32nd of its speed, in virtual time: beside a session that stores
+// permanently reads have at least 95 % of the bandwidth that they have alone, and collapse without phases.
+func TestReadBandwidthBesideABacklog(t *testing.T) {
+	reads := func(store, off bool) (bytes [2]int, s phase.Stats) {
+		synctest.Test(t, func(t *testing.T) {
+			token := phase.New(phase.Options{Off: off})
+			d := memoryDrive(t, 64*64<<10)
+			m := slowPaper(t, 32)
+			var sides [2]*host
+			var sent [2]int
+			for i := range sides {
+				sides[i] = newHost(t, Config{Drive: d, Medium: m, Phase: token, SGL: true, InOrder: true}, 64, 64<<10)
+			}
+			for begin := time.Now(); time.Since(begin) < 3*time.Second; time.Sleep(napMax) {
+				for i, h := range sides {
+					if i == 0 || store {
+						h.busy(i == 1, 32, &sent[i], &bytes[i])
+						h.p.Step()
+					}
+				}
+			}
+			s = phaseStats(token)
+		})
+		return bytes, s
+	}
+	alone, _ := reads(false, false)
+	with, s := reads(true, false)
+	require.Zero(t, s.Mixed)
+	require.NotZero(t, s.Turns)
+	require.NotZero(t, with[1])
+	require.GreaterOrEqual(t, float64(with[0]), .95*float64(alone[0]))
+	without, s := reads(true, true)
+	require.NotZero(t, s.Mixed)
+	require.LessOrEqual(t, float64(without[0]), .5*float64(alone[0]))
+	t.Logf("reads %d MiB alone, %d beside a store with phases (written %d), %d without (written %d)", alone[0]>>20,
+		with[0]>>20, with[1]>>20, without[0]>>20, without[1]>>20)
 }
