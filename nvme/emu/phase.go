@@ -106,15 +106,11 @@ func (c *command) direction() phase.Direction {
 
 // enterPhase counts a command that begins, and leavePhase that it is over.
 func (c *command) enterPhase() {
-	if ph := c.queue.phase; ph != nil && c.kind != doFlush {
-		c.running = true
-		ph.Begin(c.direction(), int(c.n))
-	}
+	c.running = true
+	c.queue.phase.Begin(c.direction(), int(c.n))
 }
 
 func (c *command) leavePhase() {
-	if c.running {
-		c.running = false
-		c.queue.phase.End(c.direction(), int(c.n))
-	}
+	c.running = false
+	c.queue.phase.End(c.direction(), int(c.n))
 }

@@ -260,7 +260,9 @@ func (p *Poller) begin(c *command) {
 			return
 		}
 	}
-	c.enterPhase()
+	if c.queue.phase != nil && c.kind != doFlush {
+		c.enterPhase()
+	}
 	if m := c.queue.controller.cfg.Medium; m != nil && (c.kind == doRead || c.kind == doWrite) {
 		c.due, c.paced = m.Serve(time.Now(), c.kind == doWrite, c.n), true
 	}
@@ -302,7 +304,9 @@ func (p *Poller) end(c *command) {
 
 // ready1 hands a concluded command to the publisher.
 func (q *Queue) ready1(c *command) {
-	c.leavePhase()
+	if c.running {
+		c.leavePhase()
+	}
 	c.trim()
 	if q.order.slots != nil {
 		c.done = true
