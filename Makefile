@@ -19,7 +19,7 @@ LIBVERSION := $(shell sed -n 's/^\#define TUTTIFS_LIB_M[AJINOR]* //p' include/li
 SONAME  := libtuttifs.so.$(firstword $(subst ., ,$(LIBVERSION)))
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib wheel demo test test-nvme crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib wheel demo test test-nvme test-vllm crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -67,6 +67,10 @@ test-nvme: scripts/need-go.sh
 	CGO_ENABLED=0 $(GO) build -tags nogpu -trimpath -o build/guest/tuttifs ./cmd/tuttifs
 	CGO_ENABLED=0 $(GO) test -c -tags nogpu -trimpath -o build/guest/vfio.test ./nvme/vfio
 	@scripts/test-nvme.sh build/guest build/qemu
+
+# The vLLM connector in real engines on the CPU, with a small model: ten minutes, and 6 GB in build/vllm the first time.
+test-vllm: build lib
+	@scripts/test-vllm.sh build/vllm
 
 # A million power cuts: some twenty minutes on two cores.
 crash:

@@ -57,25 +57,23 @@ def digest(value: Any) -> str:
 
 def identity(facts: Facts, g: GroupFacts) -> Dict[str, Any]:
     """The identity of one group's pool. `IdentityError` names all that is not known."""
-    fields: Dict[str, Any] = {
-        "model": facts.model, "revision": facts.revision, "weights_epoch": facts.weights_epoch,
-        "dtype": f"{facts.model_dtype}, cache {g.cache_dtype}", "quantisation": facts.quantisation,
-        "scale_format": g.scale_format, "layout": g.layout, "page_bytes": sum(g.group.block_bytes),
-        "block_tokens": g.group.block_tokens, "file_tokens": facts.file_tokens, "tp": facts.tp, "pp": facts.pp,
-        "cp": facts.cp, "group": g.kind}
-    unknown = [f"{name} is {value!r}" for name, value in
-               [*fields.items(), ("model dtype", facts.model_dtype), ("cache dtype", g.cache_dtype)]
-               if isinstance(value, str) and value.strip().lower() in ("", "none" if "dtype" in name else "", "auto", "unknown")]
-    unknown += [f"{name} is {value!r}" for name, value in fields.items()
-                if not isinstance(value, (str, int)) or name != "weights_epoch" and value == 0]
+    texts = {"model": facts.model, "revision": facts.revision, "model_dtype": facts.model_dtype,
+             "cache_dtype": g.cache_dtype, "quantisation": facts.quantisation, "scale_format": g.scale_format,
+             "layout": g.layout, "group": g.kind}
+    numbers = {"page_bytes": sum(g.group.block_bytes), "block_tokens": g.group.block_tokens,
+               "file_tokens": facts.file_tokens, "tp": facts.tp, "pp": facts.pp, "cp": facts.cp}
+    unknown = [n for n, v in texts.items() if v.strip().lower() in ("", "auto", "unknown")]
+    unknown += [n for n, v in numbers.items() if v < 1]
     if not facts.config:
-        unknown.append("the model's configuration is empty")
+        unknown.append("the model's configuration")
     if unknown:
         raise IdentityError(f"what the engine computes is not known in full: {', '.join(unknown)}. For a model in a local "
                             'directory give "revision" in kv_connector_extra_config, and change it with the weights')
     layers = digest([g.group.layers, g.group.block_bytes, g.group.window])
-    fields["revision"] = f"{facts.revision}, config {digest(facts.config)}, layers {layers}"
-    return fields
+    return {"model": facts.model, "revision": f"{facts.revision}, config {digest(facts.config)}, layers {layers}",
+            "weights_epoch": facts.weights_epoch, "dtype": f"{facts.model_dtype}, cache {g.cache_dtype}",
+            "quantisation": facts.quantisation, "scale_format": g.scale_format, "layout": g.layout, "group": g.kind,
+            **numbers}
 
 
 def pool_name(fields: Mapping[str, Any]) -> str:

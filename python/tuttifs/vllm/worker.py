@@ -19,7 +19,7 @@ from typing import Any, Deque, Dict, Iterator, List, Mapping, NamedTuple, Option
 import torch
 
 from .. import Pool, Session, Store as Mount
-from ..errors import ChecksumError, DriveError, Error, InvalidError, NotFoundError
+from ..errors import AgainError, Error, InvalidError, NoSpaceError, QuotaError
 from ..layers import Layers, Transfer
 from ..leases import Leases, Pinned, Reservation, Status
 from .attachment import GONE, quietly
@@ -276,7 +276,9 @@ class Worker:
         self._waiting.clear()
         end = self._attach(step.attached) if step.stores else None
         for store in step.stores:
-            if not self.writes or end is None:
+            if not self.writes:
+                continue  # another rank says what becomes of it
+            if end is None:
                 self._settle(store.number)
             elif step.settled < self._tainted:
                 # Planned by a scheduler that did not know of the failure yet.
@@ -512,11 +514,20 @@ class Worker:
 
     def _reserve(self, end: End, store: Store, part: StorePart) -> None:
         self._end_reservation()
-        self._reservation = end.pools[part.group].reserve(part.keys, part.first, part.reserve, store.tenant, partial=True)
+        self._reservation = self._reserved(end, store, part)
         n = collections.Counter(lease.status for lease in self._reservation)
         self.counts.add("existing_files", n[Status.EXISTS] + n[Status.PENDING])
         self.counts.add("declined_files", n[Status.DECLINED])
         self.counts.add("unstored_files", len(part.blocks) - len(self._reservation))
+
+    def _reserved(self, end: End, store: Store, part: StorePart) -> Reservation:
+        """All of a part's files, which waits for space if it must, or what fits. Ranks join each other's reservation, and
+        one that asks for all is refused where another had to take less."""
+        pool = end.pools[part.group]
+        try:
+            return pool.reserve(part.keys, part.first, part.reserve, store.tenant)
+        except (NoSpaceError, QuotaError, AgainError, InvalidError):
+            return pool.reserve(part.keys, part.first, part.reserve, store.tenant, partial=True)
 
     def _write_files(self, end: End, reservation: Reservation, part: StorePart, g: Gathered) -> None:
         files: Leases = reservation[g.first:min(g.first + len(g.slots), len(reservation))]
@@ -534,33 +545,36 @@ class Worker:
         reservation = self._reservation
         assert reservation is not None
         new = [part.first + i for i, lease in enumerate(reservation) if lease.status.to_be_written]
+        self._reservation = None
         if not new:
-            self._end_reservation()
+            reservation.abort()
             return
         reservation.commit((self.rank,))
-        self._reservation = None
         self.counts.add("stored_files", len(new))
         size = sum(self.caches.groups[part.group].block_bytes) * len(part.blocks[0])
         self.counts.add("stored_bytes", len(new) * size)
         with self._lock:
             self._report.stored.setdefault(store.number, {})[part.group] = new
 
-    def _end_reservation(self) -> None:
-        """Gives up what is not committed."""
-        reservation, self._reservation = self._reservation, None
-        if reservation is not None:
-            quietly(reservation.abort)
-
     def _give_up(self, end: End, store: Store) -> None:
-        """Aborts a store of which other ranks may have their part ready: none of it becomes visible."""
+        """Gives up a store of which other ranks may have their part ready, or begin it later: none of it becomes visible."""
         for part in store.parts:
             try:
-                end.pools[part.group].reserve(part.keys, part.first, part.reserve, store.tenant, partial=True).abort()
-            except NotFoundError:
-                pass  # another rank has
+                self._reservation = self._reserved(end, store, part)
+                self._end_reservation()
             except Error as e:
                 self._trouble(end, e)
         self._settle(store.number)
+
+    def _end_reservation(self) -> None:
+        """Commits what was not written, which gives it up. To abort it would be final only for ranks that have joined: one
+        that comes later would wait for this one."""
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            if any(lease.status.to_be_written for lease in reservation):
+                quietly(lambda: reservation.commit((self.rank,)))
+            else:
+                quietly(reservation.abort)
 
     def _settle(self, number: int) -> None:
         with self._lock:

@@ -1,0 +1,227 @@
+"""TuttifsConnector in real engines: what is restored gives the same tokens as what is computed."""
+
+import contextlib
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import unittest
+from typing import Any, Callable, Dict, List
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../tests"))
+
+import model
+from engine import FILE, Engine, connector
+from volume import IDENTITY, SESSION, Volume, need_mount
+
+import tuttifs
+
+TOKENS = 12
+
+
+def prompt(seed: int, length: int) -> List[int]:
+    r = random.Random(seed)
+    return [r.randrange(3, model.VOCABULARY) for _ in range(length)]
+
+
+def whole(prompt: List[int]) -> int:
+    """Tokens of a prompt that can be restored: those of whole files, and not the last one."""
+    return (len(prompt) - 1) // FILE * FILE
+
+
+def computed(prompt: List[int]) -> int:
+    """Files that a request leaves behind: its last token is never an input."""
+    return (len(prompt) + TOKENS - 1) // FILE
+
+
+def eventually(what: Callable[[], bool], text: str) -> None:
+    limit = time.monotonic() + 60
+    while not what():
+        if time.monotonic() > limit:
+            raise AssertionError(f"not within a minute: {text}")
+        time.sleep(0.2)
+
+
+PROMPTS = {name: prompt(seed, length) for seed, (name, length) in enumerate(
+    [("short", 63), ("exact", 128), ("odd", 200), ("long", 330), ("damage", 260), ("away", 150), ("full", 190),
+     ("tenant", 140), ("other", 210)])}
+PROMPTS["branch"] = PROMPTS["long"][:150] + prompt(99, 80)
+
+
+class Restored(unittest.TestCase):
+    """Scenarios in their order, because an engine takes long to start: later ones find what earlier ones stored."""
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        need_mount()
+        cls.dir = tempfile.mkdtemp(prefix="tuttifs-vllm-")
+        cls.addClassCleanup(shutil.rmtree, cls.dir, True)
+        cls.model = model.make(os.path.join(cls.dir, "model"))
+        cls.volume = cls.enterClassContext(Volume())
+        with cls.engine("reference", enable_prefix_caching=False) as e:
+            cls.tokens = dict(zip(PROMPTS, (o["tokens"] for o in e.ready().generate(list(PROMPTS.values()), TOKENS))))
+            e.end()
+
+    @classmethod
+    def engine(cls, name: str, **options: Any) -> Engine:
+        return Engine(cls.model, os.path.join(cls.dir, name + ".log"), **options)
+
+    def same(self, e: Engine, *names: str, **more: Any) -> Dict[str, int]:
+        """Generates, compares every token with what no cache gives, and returns the tokens that were cached."""
+        outputs = e.generate([PROMPTS[n] for n in names], TOKENS, **more)
+        for n, o in zip(names, outputs):
+            self.assertEqual(o["tokens"], self.tokens[n], n)
+        return {n: o["cached"] for n, o in zip(names, outputs)}
+
+    def files(self) -> int:
+        """Files that the engines have stored: in pools of their own, by the mount's own account."""
+        return sum(len(names) for pool in os.listdir(self.volume.path) if pool.startswith("vllm-")
+                   for directory, _, names in os.walk(os.path.join(self.volume.path, pool, "blocks")))
+
+    def stored(self, files: int) -> None:
+        """Waits until so many files are stored, of which there must not be more."""
+        eventually(lambda: self.files() >= files, f"{files} files stored")
+        self.assertEqual(self.files(), files)
+
+    def test_1_one_engine(self) -> None:
+        with self.engine("one", **connector(self.volume.path)) as e:
+            e.ready()
+            self.restores(e)
+            self.keeps_tenants_apart(e)
+            self.survives_damage(e)
+            self.survives_the_daemon(e)
+            self.survives_a_full_volume(e)
+            self.assertEqual(e.count("tainted_files"), 0)
+            e.kill()
+
+    def restores(self, e: Engine) -> None:
+        first = ["short", "exact", "odd", "long"]
+        self.assertEqual(self.same(e, *first), dict.fromkeys(first, 0))
+        files = sum(computed(PROMPTS[n]) for n in first)
+        self.stored(files)
+        e.reset()
+        self.assertEqual(self.same(e, *first), {n: whole(PROMPTS[n]) for n in first})
+        self.assertEqual(e.count("hit_tokens"), sum(whole(PROMPTS[n]) for n in first))
+        # What a branch shares with a prompt, 150 tokens, are two files. It is stored once.
+        e.reset()
+        self.assertEqual(self.same(e, "branch"), {"branch": 128})
+        self.stored(files + computed(PROMPTS["branch"]) - 2)
+        # Behind what an engine has itself it loads the rest.
+        self.assertEqual(self.same(e, "long"), {"long": whole(PROMPTS["long"])})
+        e.reset()
+        self.assertEqual(self.same(e, "branch", "long"), {n: whole(PROMPTS[n]) for n in ("branch", "long")})
+
+    def keeps_tenants_apart(self, e: Engine) -> None:
+        for more in ({"params": {"tuttifs_tenant": 5}}, {"params": {"tuttifs_tenant": 6}}, {"salt": "a"}, {"salt": "b"}):
+            before = self.files()
+            e.reset()
+            self.assertEqual(self.same(e, "tenant", **more), {"tenant": 0}, more)
+            self.stored(before + computed(PROMPTS["tenant"]))
+            e.reset()
+            self.assertEqual(self.same(e, "tenant", **more), {"tenant": whole(PROMPTS["tenant"])}, more)
+
+    def survives_damage(self, e: Engine) -> None:
+        before = self.files()
+        self.same(e, "damage")
+        self.stored(before + computed(PROMPTS["damage"]))
+        self.damage(2)
+        e.reset()
+        self.same(e, "damage")
+        self.assertEqual(e.count("failed_files"), 1)
+        self.stored(before + computed(PROMPTS["damage"]))  # what was damaged is computed again, and stored
+        e.reset()
+        self.assertEqual(self.same(e, "damage"), {"damage": whole(PROMPTS["damage"])})
+        self.assertEqual(e.count("failed_files"), 1)
+
+    def damage(self, file: int) -> None:
+        """Flips a byte in the first object of a file of the prompt to be damaged, on its drive."""
+        found = []
+        keys = tuttifs.keys(PROMPTS["damage"], FILE)
+        for directory, _, names in os.walk(self.volume.path):
+            found += [os.path.join(directory, n) for n in names if n == keys[file].hex()]
+        self.assertEqual(len(found), 1)
+        line = os.getxattr(found[0], "user.tuttifs.extents").decode().splitlines()[0]
+        _, drive, unit, _ = (int(word) for word in line.split())
+        with open(self.volume.drives[drive], "r+b") as f:
+            f.seek(unit * 4096 + 77)
+            byte = f.read(1)[0]
+            f.seek(unit * 4096 + 77)
+            f.write(bytes([byte ^ 0x10]))
+
+    def survives_the_daemon(self, e: Engine) -> None:
+        before = self.files()
+        self.same(e, "away")
+        self.stored(before + computed(PROMPTS["away"]))
+        self.volume.kill()
+        e.reset()
+        self.assertEqual(self.same(e, "away", "long"), {"away": 0, "long": 0})  # nothing to be had, and nothing wrong
+        self.volume.mount()
+
+        def back() -> bool:
+            e.reset()
+            return self.same(e, "away", "long") == {n: whole(PROMPTS[n]) for n in ("away", "long")}
+        eventually(back, "hits after the daemon's return")
+
+    def survives_a_full_volume(self, e: Engine) -> None:
+        """Another pool has all the space that is left: the engine's pool keeps what it has, and evicts what is old."""
+        before = self.files()
+        with tuttifs.Store(self.volume.path) as store, store.session(**SESSION) as session, contextlib.ExitStack() as held:
+            pool = session.pool("ballast", IDENTITY, [tuttifs.Object(0, 0, (1 << 20,))])
+            keys = [bytes([i >> 8, i & 255]) * 16 for i in range(1, 2000)]
+            with self.assertRaises(tuttifs.NoSpaceError):
+                while True:
+                    keys = keys[len(held.enter_context(pool.reserve(keys, partial=True))):]
+            stored = 0
+            while self.files() == before + stored:
+                self.assertLess(stored, 1000)
+                e.generate([prompt(1000 + stored + i, FILE + 1) for i in range(8)], 1)
+                stored += 8
+                eventually(self.settled, "stores that end")
+            e.reset()
+            self.same(e, "full", "long")
+        e.reset()
+        self.same(e, "full", "odd")
+
+    def settled(self) -> bool:
+        """Whether the number of files stays."""
+        n = self.files()
+        time.sleep(0.3)
+        return self.files() == n
+
+    def test_2_two_engines(self) -> None:
+        """After the first was killed: what it had stored is there, for two engines at a time."""
+        with self.engine("two", async_scheduling=True, **connector(self.volume.path)) as a, \
+                self.engine("three", async_scheduling=False, **connector(self.volume.path)) as b:
+            for e in (a.ready(), b.ready()):
+                self.assertEqual(self.same(e, "odd", "branch"), {n: whole(PROMPTS[n]) for n in ("odd", "branch")})
+            before = self.files()
+            self.assertEqual(self.same(a, "other"), {"other": 0})
+            self.stored(before + computed(PROMPTS["other"]))
+            self.assertEqual(self.same(b, "other"), {"other": whole(PROMPTS["other"])})
+            self.assertEqual(self.files(), before + computed(PROMPTS["other"]))
+            a.end()
+            b.end()
+
+    def test_3_layerwise(self) -> None:
+        with self.engine("layerwise", **connector(self.volume.path, layerwise=True)) as e:
+            e.ready()
+            self.assertEqual(self.same(e, "odd", "other"), {n: whole(PROMPTS[n]) for n in ("odd", "other")})
+            self.assertEqual(e.count("failed_files"), 0)
+            e.end()
+
+    def test_4_two_ranks(self) -> None:
+        """Tensor parallelism: an identity of its own, every rank's part in every file."""
+        with self.engine("ranks", tensor_parallel_size=2, **connector(self.volume.path)) as e:
+            e.ready()
+            before = self.files()
+            self.assertEqual(self.same(e, "odd", "long"), {"odd": 0, "long": 0})
+            self.stored(before + computed(PROMPTS["odd"]) + computed(PROMPTS["long"]))
+            e.reset()
+            self.assertEqual(self.same(e, "odd", "long"), {n: whole(PROMPTS[n]) for n in ("odd", "long")})
+            e.end()
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,400 @@
+"""Both sides of the connector without vLLM: every byte of what is stored and restored, in all layouts, for several ranks
+and groups. TUTTIFS_TEST_DEVICE=cuda runs them on a GPU."""
+
+import dataclasses
+import os
+import random
+import sys
+import time
+import unittest
+from types import SimpleNamespace
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../tests"))
+
+from volume import Volume, need_mount
+
+import tuttifs
+from tuttifs.vllm import identity, options, scheduler
+from tuttifs.vllm.files import Group
+from tuttifs.vllm.messages import PoolSpec, Report, Step
+from tuttifs.vllm.worker import Caches, Worker
+
+DEVICE = torch.device(os.environ.get("TUTTIFS_TEST_DEVICE", "cpu"))
+BLOCKS, HEADS, TOKENS, WIDTH, FILE = 256, 2, 8, 48, 16
+BLOCK_BYTES = HEADS * TOKENS * WIDTH * 2
+FULL = Group(0, ("a", "b", "c"), TOKENS, (BLOCK_BYTES,) * 3)
+WINDOW = Group(1, ("w",), TOKENS, (BLOCK_BYTES,), window=20)  # 2 files
+
+
+def plain(layers: int) -> List[torch.Tensor]:
+    return [torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH, dtype=torch.bfloat16, device=DEVICE) for _ in range(layers)]
+
+
+def tokens_first(layers: int) -> List[torch.Tensor]:
+    return [torch.zeros(BLOCKS, TOKENS, HEADS, WIDTH, dtype=torch.bfloat16, device=DEVICE).transpose(1, 2)
+            for _ in range(layers)]
+
+
+def interleaved(layers: int) -> List[torch.Tensor]:
+    whole = torch.zeros(BLOCKS, layers, HEADS, TOKENS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+    return [whole[:, i] for i in range(layers)]
+
+
+def padded(layers: int) -> List[torch.Tensor]:
+    return [torch.zeros(BLOCKS, HEADS, TOKENS, WIDTH + 16, dtype=torch.bfloat16, device=DEVICE)[..., :WIDTH]
+            for _ in range(layers)]
+
+
+LAYOUTS = (plain, tokens_first, interleaved, padded)
+
+
+class Side:
+    """An engine: its scheduler's side, its ranks, and the tensors of each."""
+
+    def __init__(self, test: "Mounted", groups: Sequence[Group] = (FULL,), layout: Any = plain, ranks: int = 1,
+                 replicas: int = 1, **more: Any) -> None:
+        self.groups = groups
+        self.options = options.Options.parse({"path": test.volume.path, "staging_bytes": 1 << 20, "retry_seconds": 0.05,
+                                              **more})
+        facts = identity.Facts("m", test.id(), 0, {"x": 1}, "bfloat16", "none", ranks, 1, 1, FILE)
+        specs = []
+        for g in groups:
+            fields = identity.identity(facts, identity.GroupFacts(g, f"group {g.index}", "HNC", "bfloat16", "none"))
+            specs.append(PoolSpec(g, identity.pool_name(fields), fields, test.id()[-30:] if len(groups) > 1 else "",
+                                  tuple(identity.objects(g, FILE, ranks // replicas))))
+        self.specs = specs
+        self.scheduling = scheduler.Scheduling(self.options, FILE, specs)
+        test.addCleanup(self.scheduling.close)
+        self.caches: List[Dict[str, torch.Tensor]] = []
+        self.workers: List[Worker] = []
+        for rank in range(ranks):
+            caches = {name: t for g in groups for name, t in zip(g.layers, layout(len(g.layers)))}
+            self.caches.append(caches)
+            worker = Worker(self.options, Caches(groups, BLOCKS, caches), rank // replicas, rank % replicas == 0)
+            test.addCleanup(worker.close)
+            self.workers.append(worker)
+        self.events: List[Any] = []
+
+    def fill(self, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        for caches in self.caches:
+            for t in caches.values():
+                t.copy_(torch.randn(t.shape, generator=g).to(torch.bfloat16))
+
+    def run(self, step: Step) -> Report:
+        """What a step does in every rank, in vLLM's order."""
+        reports = []
+        self.ended: List[Tuple[set, set, set]] = []
+        for w in self.workers:
+            w.start_loads(step)
+            for g in self.groups:
+                for name in g.layers:
+                    w.wait_for_layer(name)
+            w.gather(step)
+        for w in self.workers:
+            self.ended.append(w.finished_loads())
+            reports.append(w.report())
+        whole = reports[0]
+        for r in reports[1:]:
+            whole = whole.merge(r)
+        return whole
+
+    def turn(self, scheduled: Optional[Dict[str, int]] = None, tables: Any = None) -> None:
+        step = self.scheduling.step(scheduled or {}, lambda name: tables)
+        report = self.run(step)
+        self.scheduling.heard(report, set.intersection(*(e[0] for e in self.ended)) if self.ended else ())
+        self.events += self.scheduling.take_events()
+
+    def store(self, r: Any, tables: Any, tokens: Optional[int] = None) -> None:
+        """Computes a request, and waits until what is stored of it is known."""
+        self.scheduling.matched(r, 0)
+        self.turn({r.request_id: len(r.all_token_ids) if tokens is None else tokens}, tables)
+        self.settle()
+
+    def settle(self) -> None:
+        limit = time.monotonic() + 30
+        while self.scheduling._stores:
+            assert time.monotonic() < limit, "a store does not end"
+            self.turn()
+            time.sleep(0.01)
+
+    def load(self, r: Any, tables: Any, local: int = 0) -> int:
+        """Loads what is stored of a request. Returns the tokens; `bad` and `failed` are what the ranks said."""
+        n = self.scheduling.matched(r, local)
+        self.scheduling.allocated(r, tables, n)
+        ended, self.bad, self.failed = [set() for _ in self.workers], set(), set()
+        report = self.run(self.scheduling.step({}, lambda name: tables))
+        limit = time.monotonic() + 30
+        while n:
+            for e, (done, failed, bad) in zip(ended, self.ended):
+                e |= done
+                self.failed |= failed
+                self.bad |= bad
+            self.scheduling.heard(report, set.intersection(*ended))
+            if self.options.layerwise or all(r.request_id in e for e in ended):
+                break
+            assert time.monotonic() < limit, "a load does not end"
+            report = self.run(self.scheduling.step({}, lambda name: None))
+        return n
+
+    def block(self, rank: int, name: str, block: int) -> torch.Tensor:
+        return self.caches[rank][name][block]
+
+
+def request(name: str, tokens: List[int]) -> Any:
+    return SimpleNamespace(request_id=name, all_token_ids=tokens, num_computed_tokens=0, lora_request=None,
+                           cache_salt=None, mm_features=[], kv_transfer_params=None)
+
+
+def prompt(seed: int, files: int) -> List[int]:
+    r = random.Random(seed)
+    return [r.randrange(1000) for _ in range(files * FILE + 5)]
+
+
+def table(seed: int, files: int) -> List[int]:
+    return random.Random(seed).sample(range(1, BLOCKS), files * FILE // TOKENS + 1)
+
+
+class Mounted(unittest.TestCase):
+    @classmethod
+    def setUpClass(cls) -> None:
+        need_mount()
+        cls.volume = cls.enterClassContext(Volume())
+
+    def same(self, a: Side, at: List[int], b: Side, bt: List[int], group: Group = FULL, first: int = 0,
+             last: Optional[int] = None, ranks: Optional[List[int]] = None) -> None:
+        """Blocks first to last - 1 of b's table hold what a's do."""
+        for rank in range(len(b.workers)):
+            for name in group.layers:
+                for i in range(first, len(bt) if last is None else last):
+                    source = (ranks or list(range(len(b.workers))))[rank]
+                    self.assertTrue(torch.equal(a.block(source, name, at[i]), b.block(rank, name, bt[i])),
+                                    (rank, name, i))
+
+    def damage(self, side: Side, key: bytes, line: int = 0) -> None:
+        for directory, _, names in os.walk(os.path.join(self.volume.path, side.specs[0].name)):
+            for n in names:
+                if n == key.hex():
+                    words = os.getxattr(os.path.join(directory, n), "user.tuttifs.extents").decode().splitlines()[line].split()
+                    with open(self.volume.drives[int(words[1])], "r+b") as f:
+                        f.seek(int(words[2]) * 4096 + 100)
+                        byte = f.read(1)[0]
+                        f.seek(int(words[2]) * 4096 + 100)
+                        f.write(bytes([byte ^ 1]))
+                    return
+        self.fail("no such file")
+
+
+class Bytes(Mounted):
+    def test_layouts(self) -> None:
+        """Stored from one layout, restored to another: a file holds blocks in the order of their axes."""
+        for i, layout in enumerate(LAYOUTS):
+            a = Side(self, layout=layout)
+            a.fill(i)
+            at, tokens = table(i, 4), prompt(i, 4)
+            a.store(request("a", tokens), [at])
+            self.assertEqual(len(a.events), 4)
+            for other in LAYOUTS:
+                with self.subTest(stored=layout.__name__, loaded=other.__name__):
+                    b, bt = Side(self, layout=other), table(50 + i, 4)
+                    self.assertEqual(b.load(request("b", tokens), [bt]), 4 * FILE)
+                    self.same(a, at, b, bt, last=8)
+                    self.assertEqual(b.bad, set())
+                    untouched = set(range(BLOCKS)) - set(bt[:8])
+                    self.assertFalse(any(b.block(0, n, x).any() for n in FULL.layers for x in untouched))
+
+    def test_kernel_blocks(self) -> None:
+        a, b = Side(self), Side(self)
+        for s in (a, b):  # the same memory, as blocks of half the tokens
+            for name in FULL.layers:
+                half = torch.zeros(2 * BLOCKS, HEADS, TOKENS // 2, WIDTH, dtype=torch.bfloat16, device=DEVICE)
+                s.caches[0][name] = half
+            s.workers[0].caches = Caches(s.groups, BLOCKS, s.caches[0])
+        a.fill(1)
+        at, bt, tokens = table(1, 3), table(2, 3), prompt(200, 3)
+        a.store(request("a", tokens), [at])
+        self.assertEqual(b.load(request("b", tokens), [bt]), 3 * FILE)
+        for name in FULL.layers:
+            for i in range(6):
+                for k in range(2):
+                    self.assertTrue(torch.equal(a.block(0, name, 2 * at[i] + k), b.block(0, name, 2 * bt[i] + k)))
+
+    def test_more_than_staging_memory_holds(self) -> None:
+        for layerwise in (False, True):
+            a, b = Side(self), Side(self, layerwise=layerwise)
+            a.fill(3)
+            files = 100
+            at, bt, tokens = table(3, files), table(4, files), prompt(300 + layerwise, files)
+            a.store(request("a", tokens), [at])
+            a_end = a.workers[0]._end
+            assert a_end is not None
+            self.assertLess(a_end.stores.count, files)
+            self.assertEqual(b.load(request("b", tokens), [bt]), files * FILE)
+            self.same(a, at, b, bt, last=2 * files)
+
+    def test_what_the_engine_has_stays(self) -> None:
+        a, b = Side(self), Side(self)
+        a.fill(5)
+        at, bt, tokens = table(5, 4), table(6, 4), prompt(400, 4)
+        a.store(request("a", tokens), [at])
+        self.assertEqual(b.load(request("b", tokens), [bt], local=FILE + TOKENS), 2 * FILE + TOKENS)
+        self.same(a, at, b, bt, first=3, last=8)
+        self.assertFalse(any(b.block(0, n, x).any() for n in FULL.layers for x in bt[:3]))
+
+    def test_a_partial_tail_is_left_out(self) -> None:
+        a = Side(self)
+        a.fill(7)
+        tokens = prompt(500, 2)
+        a.store(request("a", tokens), [table(7, 2)], tokens=FILE + TOKENS)  # one file and a half are computed
+        self.assertEqual(Side(self).load(request("b", tokens), [table(8, 2)]), FILE)
+
+
+class Failures(Mounted):
+    def test_damage(self) -> None:
+        for line, layerwise in ((0, False), (1, True), (2, False)):  # objects of layers
+            a, b = Side(self), Side(self, layerwise=layerwise)
+            a.fill(1)
+            b.fill(2)
+            at, bt, tokens = table(1, 4), table(2, 4), prompt(600 + line, 4)
+            a.store(request("a", tokens), [at])
+            keys = tuttifs.keys(tokens, FILE)
+            self.damage(a, keys[1], line)
+            r = request("b", tokens)
+            self.assertEqual(b.load(r, [bt]), 4 * FILE)
+            self.assertEqual((b.failed, b.bad), ({"b"}, set(bt[2:4])))
+            self.assertFalse(any(b.block(0, n, x).any() for n in FULL.layers for x in bt[2:4]))
+            self.same(a, at, b, bt, last=2)
+            self.same(a, at, b, bt, first=4, last=8)
+            # Evicted; and the request computes, and stores what was damaged, and only that.
+            self.assertEqual(b.scheduling.matched(r, 0), 0)
+            self.assertEqual(b.scheduling.matched(request("c", tokens), 0), FILE)
+            r.num_computed_tokens = FILE
+            b.turn({"b": 3 * FILE}, [bt])
+            b.settle()
+            self.assertEqual(len(b.events), 1)
+            self.assertEqual(b.scheduling.matched(request("d", tokens), 0), 4 * FILE)
+
+    def test_a_failed_load_taints_its_step(self) -> None:
+        a, b = Side(self), Side(self, layerwise=True)
+        a.fill(1)
+        at, bt, tokens, others = table(1, 2), table(2, 2), prompt(700, 2), prompt(701, 1)
+        a.store(request("a", tokens), [at])
+        self.damage(a, tuttifs.keys(tokens, FILE)[0])
+        r, o = request("b", tokens), request("o", others)
+        b.scheduling.matched(o, 0)
+        self.assertEqual(b.scheduling.matched(r, 0), 2 * FILE)
+        b.scheduling.allocated(r, [bt], 2 * FILE)
+        first = b.scheduling.step({"o": FILE, "b": 1}, lambda name: [bt])
+        self.assertEqual(len(first.stores), 1)
+        report = b.run(first)
+        # A step that was planned before the first one's failure was known is no better.
+        p = request("p", prompt(702, 1))
+        b.scheduling.matched(p, 0)
+        second = b.run(b.scheduling.step({"p": FILE}, lambda name: [table(9, 2)]))
+        b.scheduling.heard(report, ())
+        b.scheduling.heard(second, ())
+        b.settle()
+        self.assertEqual(b.scheduling.take_events(), [])
+        self.assertEqual(b.workers[0].counts.take()["tainted_files"], 2)
+        for s in (o, p):
+            self.assertEqual(b.scheduling.matched(request("again" + s.request_id, s.all_token_ids), 0), 0)
+        q = request("q", prompt(703, 1))
+        b.store(q, [table(10, 2)])
+        self.assertEqual(b.scheduling.matched(request("q2", q.all_token_ids), 0), FILE)
+
+    def test_the_mount_goes(self) -> None:
+        a, b = Side(self), Side(self)
+        a.fill(1)
+        at, bt, tokens = table(1, 3), table(2, 3), prompt(800, 3)
+        a.store(request("a", tokens), [at])
+        r = request("b", tokens)
+        self.assertEqual(b.scheduling.matched(r, 0), 3 * FILE)
+        b.scheduling.allocated(r, [bt], 3 * FILE)
+        step = b.scheduling.step({}, lambda name: None)
+        self.volume.kill()
+        b.run(step)
+        limit, bad = time.monotonic() + 60, set()
+        while not b.ended[0][0]:
+            self.assertLess(time.monotonic(), limit)
+            b.run(dataclasses.replace(step, loads=[], number=step.number + 1))
+        bad = b.ended[0][2]
+        self.assertEqual(bad, set(bt[:6]))
+        self.volume.mount()
+        limit = time.monotonic() + 60
+        while b.scheduling.matched(request("c", tokens), 0) != 3 * FILE:
+            self.assertLess(time.monotonic(), limit)
+            b.scheduling.finished("c")
+            time.sleep(0.05)
+        self.assertEqual(b.load(request("d", tokens), [bt]), 3 * FILE)
+        self.same(a, at, b, bt, last=6)
+
+
+class Ranks(Mounted):
+    def test_two_ranks(self) -> None:
+        a, b = Side(self, ranks=2), Side(self, ranks=2)
+        a.fill(1)
+        at, bt, tokens = table(1, 3), table(2, 3), prompt(900, 3)
+        a.store(request("a", tokens), [at])
+        self.assertEqual(len(a.events), 3)
+        self.assertEqual(b.load(request("b", tokens), [bt]), 3 * FILE)
+        self.same(a, at, b, bt, last=6)
+
+    def test_one_rank_gives_up_for_all(self) -> None:
+        a = Side(self, ranks=2)
+        a.fill(1)
+        tokens = prompt(901, 2)
+        a.workers[0]._tainted = 1  # a load of the first step failed in this rank alone
+        a.scheduling.matched(request("a", tokens), 0)
+        a.turn({"a": 2 * FILE}, [table(1, 2)])
+        a.settle()
+        self.assertEqual(a.events, [])
+        self.assertEqual(a.scheduling.matched(request("b", tokens), 0), 0)
+
+    def test_replicas_have_one_copy(self) -> None:
+        a, b = Side(self, ranks=2, replicas=2), Side(self, ranks=2, replicas=2)
+        a.fill(1)
+        at, bt, tokens = table(1, 3), table(2, 3), prompt(902, 3)
+        a.store(request("a", tokens), [at])
+        self.assertEqual(len(a.events), 3)
+        self.assertEqual(b.load(request("b", tokens), [bt]), 3 * FILE)
+        self.same(a, at, b, bt, last=6, ranks=[0, 0])
+
+
+class Hybrid(Mounted):
+    """Full attention, and a window of 20 tokens: a hit needs the window's last two files."""
+
+    def test_as_a_whole(self) -> None:
+        a, b = Side(self, groups=(FULL, WINDOW)), Side(self, groups=(FULL, WINDOW))
+        a.fill(1)
+        files = 5
+        tokens, at, aw = prompt(1000, files), table(1, files), table(3, files)
+        r = request("a", tokens)
+        a.scheduling.matched(r, 0)
+        a.turn({"a": 2 * FILE}, [at, aw])
+        r.num_computed_tokens = 2 * FILE
+        passed = [0, 0, *aw[2:]]  # the window has passed the first file
+        a.turn({"a": 3 * FILE}, [at, passed])
+        a.settle()
+        bt, bw = table(2, files), table(4, files)
+        self.assertEqual(b.load(request("b", tokens), [bt, [0] * 6 + bw[6:]]), files * FILE)
+        self.same(a, at, b, bt, last=2 * files)
+        self.same(a, aw, b, bw, group=WINDOW, first=6, last=2 * files)
+        self.assertFalse(b.block(0, "w", 0).any())  # the null block
+
+    def test_a_gap_in_the_window(self) -> None:
+        a = Side(self, groups=(FULL, WINDOW))
+        a.fill(1)
+        tokens = prompt(1001, 4)
+        r = request("a", tokens)
+        a.scheduling.matched(r, 0)
+        # The last file's window blocks were given back before they could be stored.
+        a.turn({"a": 4 * FILE}, [table(1, 4), [0] * 8])
+        a.settle()
+        self.assertEqual(a.scheduling.matched(request("b", tokens), 0), 0)
+
+
+if __name__ == "__main__":
+    unittest.main()
