@@ -3,6 +3,7 @@
 package main
 
 import (
+	"encoding/json"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -86,24 +87,63 @@ func TestBubbleReport(t *testing.T) {
 	require.Contains(t, string(out), "OK")
 }
 
-// TestScripts runs the programs that need PyTorch, in their smallest cases, without a GPU.
+// TestScripts runs the programs that measure engines, in their smallest cases, without a GPU.
 func TestScripts(t *testing.T) {
-	interpreter := python(t, "torch")
+	python(t, "ctypes")
 	needMount(t)
 	dir := t.TempDir()
 	run(t, "../scripts/lib.sh", "go", dir)
 	binary := filepath.Join(dir, "tuttifs")
 	run(t, "go", "build", "-o", binary, "../cmd/tuttifs")
-	common := []string{"--device", "cpu", "--runs", "1", "--tuttifs", binary, "--lib",
-		filepath.Join(dir, "libtuttifs.so"), "--where", dir}
-	for script, args := range map[string][]string{
-		"llama_restore.py": {"--tokens", "256", "--layers", "2", "--block", "16", "--piece", "64", "--cached", "50,90"},
-		"ranks_restore.py": {"--ranks", "2", "--layers", "2", "--files", "8"},
-		"bubbles.py": {"--tokens", "256", "--layers", "2", "--block", "16", "--hits", "90,85", "--seconds", "1",
-			"--ways", "tuttifs,by-hand,no-scheduler", "--backlog-ways", "by-hand", "--output", filepath.Join(dir, "bubbles")},
+	common := []string{"--runs", "1", "--tuttifs", binary, "--lib", filepath.Join(dir, "libtuttifs.so"), "--where", dir}
+	figures := filepath.Join(dir, "bubbles")
+	for name, script := range map[string]struct {
+		module string
+		words  []string
+	}{
+		"llama": {"torch", []string{"llama_restore.py", "--device", "cpu", "--tokens", "256", "--layers", "2",
+			"--block", "16", "--piece", "64", "--cached", "50,90"}},
+		"ranks": {"torch", []string{"ranks_restore.py", "--device", "cpu", "--ranks", "2", "--layers", "2", "--files", "8"}},
+		"bubbles": {"torch", []string{"bubbles.py", "--device", "cpu", "--tokens", "256", "--layers", "2", "--block", "16",
+			"--hits", "90", "--seconds", "1", "--drives", "ram", "--output", figures + ".cpu"}},
+		// The study of bubbles at a small scale: compute is slept, and takes no PyTorch.
+		"study": {"ctypes", []string{"bubbles.py", "--device", "none", "--tokens", "4096", "--layers", "3", "--piece", "256",
+			"--hits", "98,90", "--seconds", "0.5", "--backlog-seconds", "0.05", "--store-mib", "64",
+			"--output", figures + ".none"}},
 	} {
-		t.Run(script, func(t *testing.T) {
-			run(t, interpreter, append(append([]string{"-B", "../scripts/" + script}, common...), args...)...)
+		t.Run(name, func(t *testing.T) {
+			words := append([]string{"-B", "../scripts/" + script.words[0]}, script.words[1:]...)
+			run(t, python(t, script.module), append(words, common...)...)
 		})
 	}
+	requireStudy(t, figures+".none")
+}
+
+// requireStudy: every way that needs no GPU was measured, and drives whose phases are on saw no mixed commands.
+func requireStudy(t *testing.T, path string) {
+	document, err := os.ReadFile(path)
+	require.NoError(t, err)
+	var study struct {
+		Cells []struct {
+			Drives, Way, Stores string
+			Mixed               int `json:"mixed_commands"`
+		}
+		Backlog  []struct{ Way string }
+		Failures []string
+	}
+	require.NoError(t, json.Unmarshal(document, &study))
+	require.Empty(t, study.Failures)
+	seen := map[string]bool{}
+	for _, c := range study.Cells {
+		seen[c.Drives+" "+c.Way+" "+c.Stores] = true
+		if c.Way == "no-scheduler" {
+			require.Zero(t, c.Mixed)
+		}
+	}
+	for _, way := range []string{"no-scheduler", "no-separation"} {
+		for _, kind := range []string{"ram " + way + " own", "paper " + way + " own", "paper " + way + " backlog"} {
+			require.True(t, seen[kind], kind)
+		}
+	}
+	require.GreaterOrEqual(t, len(study.Backlog), 2)
 }

@@ -1,7 +1,6 @@
 """The measuring part of bubbles.py: prompts whose prefix is restored and whose new tokens are stored, by several
 ways."""
 
-import argparse
 import dataclasses
 import gc
 import os
@@ -10,11 +9,8 @@ import threading
 import time
 import typing
 
-import torch
-
 import bubble_report
-import kv_model
-from kv_model import Dram, Model, Store, chain, note, random_tokens, same_bits, synchronize, tuttifs
+from kv_store import Store, chain, note, tuttifs
 from ram_volume import RamVolume
 
 SPARE_BLOCKS = 64      # of the pool, behind the longest prompt: what a backlog of stores is made of
@@ -23,7 +19,6 @@ ISSUED_AT_ONCE = 4     # layers, so that no layer's kernels wait for the host
 BACKLOG_FLYING = 6     # layers of it under way
 RESTORES_FLYING = 3    # layers, where rates are measured without compute
 BACKLOG_PAIRS = 5
-BACKLOG_SECONDS = 0.6  # of one rate
 
 
 class Way(typing.NamedTuple):
@@ -48,17 +43,14 @@ WAYS = {
 
 
 class Features:
-    """What the library and the command at hand have; older ones lack the scheduler."""
+    """What the command and the machine at hand have."""
 
-    def __init__(self, a):
-        self.scheduler = hasattr(tuttifs.Session, "prefill")
+    def __init__(self, a, gpu):
         self.phases = bubble_report.has_phases(a.tuttifs)
-        self.gpu = not a.cpu
+        self.gpu = gpu
 
     def lacking(self, way):
         """What keeps a way from being measured, or nothing."""
-        if way.scheduler and not self.scheduler:
-            return "this library has no scheduler"
         if not way.phases and not self.phases:
             return "this tuttifs has no -o phases"
         if not self.gpu and (way.polling or not way.mount):
@@ -66,42 +58,43 @@ class Features:
         return ""
 
 
-class Probe:
-    """How long a stream computes, and how long it stands still before each layer, by its own clock."""
+class HostTimer:
+    """Points in time of this thread."""
 
-    def __init__(self, model):
-        self.cuda, layers = model.device.type == "cuda", model.layers
-        if self.cuda:
-            self.marks = [torch.cuda.Event(enable_timing=True) for _ in range(2 * layers + 2)]
-        else:
-            self.marks = [0.0] * (2 * layers + 2)
+    def __init__(self, n):
+        self.times = [0.0] * n
 
     def mark(self, i):
-        if self.cuda:
-            self.marks[i].record()
-        else:
-            self.marks[i] = time.perf_counter()
-
-    def begin(self):
-        self.mark(-2)
-
-    def wait(self, layer, wait):
-        """Calls wait, which makes the stream wait for the layer."""
-        self.mark(2 * layer)
-        wait(layer)
-        self.mark(2 * layer + 1)
-
-    def end(self):
-        self.mark(-1)
+        self.times[i] = time.perf_counter()
 
     def between(self, i, j):
-        x, y = self.marks[i], self.marks[j]
-        return x.elapsed_time(y) if self.cuda else 1e3 * (y - x)
+        return 1e3 * (self.times[j] - self.times[i])
+
+
+class Probe:
+    """How long what computes does so, and how long it stands still before each layer."""
+
+    def __init__(self, subject):
+        self.layers = subject.model.layers
+        n = 2 * self.layers + 2
+        self.timer = subject.timer(n) or HostTimer(n)
+
+    def begin(self):
+        self.timer.mark(2 * self.layers)
+
+    def wait(self, layer, wait):
+        """Calls wait, which has compute wait for the layer."""
+        self.timer.mark(2 * layer)
+        wait(layer)
+        self.timer.mark(2 * layer + 1)
+
+    def end(self):
+        self.timer.mark(2 * self.layers + 1)
 
     def read(self):
-        """Milliseconds of compute, and of each layer's wait. The device has ended."""
-        bubbles = [self.between(i, i + 1) for i in range(0, len(self.marks) - 2, 2)]
-        return self.between(-2, -1) - sum(bubbles), bubbles
+        """Milliseconds of compute, and of each layer's wait. All is computed."""
+        bubbles = [self.timer.between(2 * layer, 2 * layer + 1) for layer in range(self.layers)]
+        return self.timer.between(2 * self.layers, 2 * self.layers + 1) - sum(bubbles), bubbles
 
 
 class Resident:
@@ -131,13 +124,13 @@ class Request:
         self.number, self.keys = kv.next_request(), kv.next_keys(blocks - cached)
         self.transfers, self.stores, self.written = [], [], []
         self.old = kv.event()  # behind the pool's last reader
-        self.stream = torch.cuda.current_stream() if self.old else None
+        self.stream = kv.subject.stream()
 
     def begin(self):
         kv, begin = self.kv, time.perf_counter()
-        self.pinned = kv.pin(self.number, self.cached)
+        self.leases = kv.pin(self.number, self.cached)
         pinned = time.perf_counter()
-        self.layers = kv.pool.retrieve(self.pinned, kv.memory, kv.table[:self.cached])
+        self.layers = kv.pool.retrieve(self.leases, kv.memory, kv.model.places[:self.cached])
         self.host = {"pin": 1e3 * (pinned - begin), "trailers": 1e3 * (time.perf_counter() - pinned)}
 
     def issue(self, last):
@@ -156,7 +149,7 @@ class Request:
 
     def open_piece(self):
         new = slice(self.piece.start - self.cached, self.piece.stop - self.cached)
-        self.written.append(self.kv.pool.store(self.slots[new], self.kv.memory, self.kv.table[self.piece]))
+        self.written.append(self.kv.pool.store(self.slots[new], self.kv.memory, self.kv.model.places[self.piece]))
 
     def wait(self, layer):
         if layer == 0:
@@ -176,8 +169,8 @@ class Request:
             self.issue(2 + ISSUED_AT_ONCE * (layer + 1))
         event = self.kv.event()
         self.stores.append(self.written[-1].begin(layer, event))
-        if self.way.scheduler:
-            self.kv.session.layer_done(layer, event)
+        if self.way.scheduler and not event:  # a store behind an event says it too
+            self.kv.session.layer_done(layer)
 
     def end_pass(self):
         if self.way.scheduler:
@@ -201,7 +194,7 @@ class Request:
             self.slots.commit()
         else:
             self.slots.abort()
-        self.pinned.release()
+        self.leases.release()
 
 
 class Copies:
@@ -221,9 +214,7 @@ class Copies:
         self.before(layer)
 
     def after(self, layer):
-        event = torch.cuda.Event()
-        event.record()
-        self.dram.store(layer, event)
+        self.dram.store(layer, self.dram.model.event())
 
     def end_pass(self):
         pass
@@ -238,11 +229,10 @@ class Copies:
 class KV(Store):
     """The pool on a mount, with the session of a way."""
 
-    def __init__(self, a, model, volume, way, blocks):
-        super().__init__(a, model, volume.mount, polling=way.polling, **session_options(a, way))
-        self.volume = volume
+    def __init__(self, a, subject, volume, way, blocks):
+        super().__init__(a, subject.model, volume.mount, polling=way.polling, **session_options(a, way))
+        self.subject, self.volume = subject, volume
         self.requests, self.salt = 1, os.urandom(16)  # no other session has the same keys
-        self.table = model.table.tolist()
         # Another session may have stored the prompt.
         if self.pool.peek(self.keys[:blocks]) != blocks:
             self.put(blocks)
@@ -257,10 +247,9 @@ class KV(Store):
 
     def restore_rate(self, blocks, seconds):
         """Bytes a second of layers that are restored one behind the other, with no compute."""
-        request = self.next_request()
-        leases = self.pin(request, blocks)
-        layers = self.pool.retrieve(leases, self.memory, self.table[:blocks])
-        synchronize(self.model)
+        leases = self.pin(self.next_request(), blocks)
+        layers = self.pool.retrieve(leases, self.memory, self.model.places[:blocks])
+        self.model.synchronize()
         flying, n, begin = [], 0, time.perf_counter()
         while not n or n % self.model.layers or time.perf_counter() - begin < seconds:
             flying.append(layers.begin(n % self.model.layers))
@@ -277,7 +266,10 @@ class KV(Store):
 
 
 def session_options(a, way):
-    return {"store_bytes": a.store_mib << 20} if way.buffer else {}
+    options = {} if way.scheduler else {"no_scheduler": True}
+    if way.scheduler and a.slack_table:
+        options["slack_table"] = a.slack_table
+    return {**options, "store_bytes": a.store_mib << 20} if way.buffer else options
 
 
 class Backlog:
@@ -291,7 +283,7 @@ class Backlog:
         kv = self.kv
         kv.next_request()
         self.slots = kv.pool.reserve(kv.next_keys(SPARE_BLOCKS))
-        self.layers = kv.pool.store(self.slots, kv.memory, kv.table[-SPARE_BLOCKS:])
+        self.layers = kv.pool.store(self.slots, kv.memory, kv.model.places[-SPARE_BLOCKS:])
         self.thread.start()
         return self
 
@@ -318,56 +310,46 @@ class Backlog:
 
 
 class Bench:
-    def __init__(self, a, report, save):
+    def __init__(self, a, report, save, subject):
         self.a, self.report, self.save = a, report, save
         self.end = time.monotonic() + a.limit
-        self.features = Features(a)
         note(f"weights and pool on {a.device} ...")
-        # Model takes its pool's size from a.
-        self.model = Model(model_arguments(a))
-        for t in self.model.pool:
-            t.normal_()
-        self.whole = [t.clone() for t in self.model.pool]
-        self.tokens = random_tokens(self.model, max(a.tokens))
-        self.probe, self.wanted, self.dram = Probe(self.model), {}, None
-        self.resident_ms = {}
+        self.subject = subject(a, max(a.tokens) // a.block + SPARE_BLOCKS)
+        self.model = self.subject.model
+        self.features = Features(a, str(self.model.device) != "cpu")
+        self.probe, self.dram = Probe(self.subject), None
+        self.wanted, self.resident_ms = {}, {}  # by blocks cached, and in all
         gc.collect()
         gc.disable()  # no pauses; what the cells leave behind is little
 
     def left(self):
         return self.end - time.monotonic()
 
-    def reset(self, clear):
-        for t, whole in zip(self.model.pool, self.whole):
-            t.zero_() if clear else t.copy_(whole)
-
     def once(self, source, cached, blocks):
         """One time to first token. source() makes the request."""
-        model, piece = self.model, self.a.piece
-        tokens, position = self.tokens[:blocks * model.block], cached * model.block
+        block, subject = self.a.block, self.subject
         request = source()
-        synchronize(model)
+        self.model.synchronize()
         begin = time.perf_counter()
         request.begin()
-        states, before = [], lambda layer: self.probe.wait(layer, request.wait)
-        while position < len(tokens):
-            part = tokens[position:position + piece]
-            request.begin_piece(position, len(part))
+        parts, before = [], lambda layer: self.probe.wait(layer, request.wait)
+        for position in range(cached * block, blocks * block, self.a.piece):
+            end = min(position + self.a.piece, blocks * block)
+            request.begin_piece(position, end - position)
             if before:
                 self.probe.begin()
-            x, logits = model.forward(part, position, before, request.after)
-            states.append(x)
-            position, before = position + piece, None
+            parts.append(subject.forward(position, end, before, request.after))
+            before = None
         self.probe.end()
-        int(logits.argmax())  # the first token, on the host
+        subject.first_token(parts[-1])
         seconds = time.perf_counter() - begin
         request.end_pass()
-        synchronize(model)
+        self.model.synchronize()
         compute, bubbles = self.probe.read()
-        return request, {"ttft": 1e3 * seconds, "compute": compute, "bubbles": bubbles}, (torch.cat(states), logits)
+        return request, {"ttft": 1e3 * seconds, "compute": compute, "bubbles": bubbles}, parts
 
     def resident(self, cached, blocks):
-        self.reset(clear=False)
+        self.subject.reset(clear=False)
         _, times, result = self.once(Resident, cached, blocks)
         if (cached, blocks) not in self.wanted:
             self.wanted[cached, blocks] = result
@@ -375,44 +357,27 @@ class Bench:
         return times
 
     def restored(self, source, cached, blocks, kv=None, check=False):
-        self.reset(clear=True)
+        self.subject.reset(clear=True)
         request, times, result = self.once(source, cached, blocks)
         request.end(check)
         times["host"] = request.host
-        self.same(cached, result, self.wanted[cached, blocks])
+        self.subject.same(cached, result, self.wanted[cached, blocks])
         if check:
             self.check_stored(kv, request)
         return times
 
-    def same(self, cached, result, wanted):
-        """Raises where anything differs from the HBM-resident run by a bit."""
-        model = self.model
-        prefix = model.table_device[:cached]
-        for layer, (t, whole) in enumerate(zip(model.pool, self.whole)):
-            for i in (0, 1):
-                got, want = (p.select(model.kv_axis, i).index_select(0, prefix) for p in (t, whole))
-                if not same_bits(got, want):
-                    raise SystemExit(f"layer {layer} was not restored as it was")
-        for what, got, want in (("hidden states", result[0], wanted[0]), ("logits", result[1], wanted[1])):
-            if not same_bits(got, want):
-                raise SystemExit(f"{what} differ from those of the HBM-resident run")
-
     def check_stored(self, kv, request):
         """Raises unless the new blocks come back from the drives as they were computed."""
-        model, number = self.model, kv.next_request()
-        blocks = model.table_device[request.cached:request.blocks]
-        computed = [t.index_select(1 - model.kv_axis, blocks) for t in model.pool]
-        for t in model.pool:
-            t.zero_()
-        synchronize(model)
+        number, computed = kv.next_request(), self.subject.take(request.cached, request.blocks)
+        self.subject.reset(clear=True)
+        self.model.synchronize()
         leases = kv.pool.pin(kv.keys[:request.cached] + request.keys, number)
         if len(leases) != request.blocks:
             raise RuntimeError(f"{len(leases)} of {request.blocks} blocks found once the new ones were stored")
-        with leases, kv.pool.retrieve(leases, kv.memory, kv.table[:request.blocks]) as layers:
-            layers.move_all(model.layers)
-        for layer, (t, want) in enumerate(zip(model.pool, computed)):
-            if not same_bits(t.index_select(1 - model.kv_axis, blocks), want):
-                raise SystemExit(f"layer {layer} of the new blocks was not stored as it was")
+        with leases, kv.pool.retrieve(leases, kv.memory, kv.model.places[:request.blocks]) as layers:
+            layers.move_all(self.model.layers)
+        if not self.subject.is_taken(request.cached, request.blocks, computed):
+            raise SystemExit("the new blocks were not stored as they were")
 
     def cell(self, plan, source, kv=None, check=False):
         """Runs of one way in turns with the HBM-resident one, and before each and behind the last one of the latter."""
@@ -451,9 +416,7 @@ class Bench:
 
     def copies(self, plans):
         if self.dram is None:
-            self.dram = Dram(self.model)
-            self.reset(clear=False)
-            self.dram.fill()
+            self.dram = self.subject.host_memory()
         self.cells(plans, lambda p: lambda: Copies(self.dram, p["cached_tokens"] // self.a.block,
                                                    p["tokens"] // self.a.block))
 
@@ -464,8 +427,8 @@ class Bench:
         if volume.options != options:
             volume.remount(options)
         most = max(p["tokens"] for p in plans) // self.a.block
-        self.reset(clear=False)  # what KV stores
-        kv = KV(self.a, self.model, volume, way, most)
+        self.subject.reset(clear=False)  # what KV stores
+        kv = KV(self.a, self.subject, volume, way, most)
 
         def source(plan):
             return lambda: Request(kv, way, plan["cached_tokens"] // self.a.block, plan["tokens"] // self.a.block)
@@ -481,9 +444,12 @@ class Bench:
                 with Backlog(kv):
                     self.cells(with_stores("backlog"), source, kv, check=False)
             stats = volume.stats()
-            self.report["sessions"].append({"drives": plans[0]["drives"], "way": name,
-                                            "session": dataclasses.asdict(kv.session.stats()),
-                                            "mount": {k: stats[k] for k in ("phases", "io", "drives") if k in stats}})
+            session = kv.session
+            self.report["sessions"].append({
+                "drives": plans[0]["drives"], "tokens": plans[0]["tokens"], "way": name,
+                "session": dataclasses.asdict(session.stats()), "store": dataclasses.asdict(session.store_stats()),
+                "scheduler": dataclasses.asdict(session.scheduler_stats()) if way.scheduler else None,
+                "mount": {k: stats[k] for k in ("phases", "io", "drives") if k in stats}})
         finally:
             kv.close()
 
@@ -493,25 +459,25 @@ class Bench:
 
         def stored(during):
             """Bytes a second that drives were given to write meanwhile, and what during returns."""
-            time.sleep(BACKLOG_SECONDS / 2)  # until what takes the stores in is full
+            time.sleep(self.a.backlog_seconds / 2)  # until what takes the stores in is full
             begin, before = time.perf_counter(), kv.volume.stats()["io"]["bytes_written"]
             result = during()
             after = kv.volume.stats()["io"]["bytes_written"]
             return (after - before) / (time.perf_counter() - begin), result
         kv.restore_rate(blocks, 0)  # warms up
         for _ in range(BACKLOG_PAIRS):
-            if self.left() < 5 * BACKLOG_SECONDS + 5:
+            if self.left() < 5 * self.a.backlog_seconds + 5:
                 break
-            alone.append(kv.restore_rate(blocks, BACKLOG_SECONDS))
+            alone.append(kv.restore_rate(blocks, self.a.backlog_seconds))
             with Backlog(kv):
-                writes, reads = stored(lambda: kv.restore_rate(blocks, BACKLOG_SECONDS))
+                writes, reads = stored(lambda: kv.restore_rate(blocks, self.a.backlog_seconds))
             during.append(reads)
             written.append(writes)
         if not during:
             self.left_out({"drives": plan["drives"], "way": name, "part": "backlog"}, "no time (--limit)")
             return
         with Backlog(kv):
-            stores, _ = stored(lambda: time.sleep(BACKLOG_SECONDS))
+            stores, _ = stored(lambda: time.sleep(self.a.backlog_seconds))
         row = {"drives": plan["drives"], "way": name, "tokens": blocks * self.a.block, "pairs": len(during),
                "read_only_gb_per_second": statistics.median(alone) / 1e9,
                "read_gb_per_second": statistics.median(during) / 1e9,
@@ -528,31 +494,16 @@ class Bench:
         new = max(p["new_tokens"] for p in plans)
         checked = {p["way"]: min(p["new_tokens"], CHECKED_TOKENS) for p in reversed(plans)}  # each way's first
         blocks = (max(p["tokens"] for p in plans) + new + sum(checked.values())) // a.block + SPARE_BLOCKS
-        size = blocks * (a.layers * kv_model.object_bytes(a) + 8192)
+        size = blocks * (a.layers * 2 * self.model.run_bytes() + 8192)
         count = bubble_report.DRIVES[drives].count
         note(f"a volume of {count} drives, {size >> 20} MiB ...")
         return RamVolume(a.tuttifs, a.where, count, size * 5 // 4 // count + (64 << 20), a.pollers,
                          bubble_report.mount_options(drives, True))
 
-    def link(self):
-        """GB/s of large copies from pinned host memory."""
-        if self.a.cpu:
-            return None
-        source = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty(256 << 20, dtype=torch.uint8, device=self.model.device)
-        rates, marks = [], [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        for _ in range(12):
-            marks[0].record()
-            target.copy_(source, non_blocking=True)
-            marks[1].record()
-            marks[1].synchronize()
-            rates.append(target.numel() / marks[0].elapsed_time(marks[1]) / 1e6)
-        return statistics.median(rates[2:])
-
     def run(self):
         a, report = self.a, self.report
-        report.update(gpu=None if a.cpu else torch.cuda.get_device_name(self.model.device), torch=torch.__version__,
-                      link_gb_per_second=self.link(), object_bytes=2 * self.model.run_bytes())
+        report.update(self.subject.about, link_gb_per_second=self.subject.link(),
+                      object_bytes=2 * self.model.run_bytes())
         for drives, tokens, plans in bubble_report.stages(a):
             if self.left() < 10:
                 for plan in plans:
@@ -589,15 +540,9 @@ class Bench:
         self.save()
 
 
-def model_arguments(a):
-    m = argparse.Namespace(**vars(a))
-    m.tokens = max(a.tokens) + SPARE_BLOCKS * a.block
-    return m
-
-
-@torch.inference_mode()
 def run(a, report, save):
-    if not a.cpu:
-        torch.cuda.set_device(a.device)
-    bench = Bench(a, report, save)
-    bench.run()
+    if a.device == "none":
+        import bubble_sleep as subjects
+    else:
+        import bubble_torch as subjects
+    subjects.run(lambda subject: Bench(a, report, save, subject).run())

@@ -22,6 +22,7 @@ With `paper`, rates of restores without compute are measured beside a permanent 
   scripts/bubbles.sh                                        # on a machine with a GPU, PyTorch and much memory
   scripts/bubbles.py --plot a.json,b.json                   # the table and a.png, from what runs have written
   scripts/bubbles.py --device cpu --tokens 512 --layers 3 --block 16 --where /tmp   # tiny, without a GPU
+  scripts/bubbles.py --device none --tokens 8192 --layers 4      # without PyTorch: compute is slept
 """
 
 import argparse
@@ -30,6 +31,7 @@ import os
 import sys
 
 import bubble_report
+import kv_store
 
 
 def numbers(kind):
@@ -64,18 +66,19 @@ def arguments():
     p.add_argument("--backlog-drives", type=drives, default=["paper"])
     p.add_argument("--runs", type=int, default=5, help="of each case, at most")
     p.add_argument("--seconds", type=float, default=5, help="that the runs of a case should take; two at least")
+    p.add_argument("--backlog-seconds", type=float, default=0.6, help="of one rate beside a backlog")
+    p.add_argument("--slack-table", help="the scheduler's; none: it learns")
     p.add_argument("--store-mib", type=int, default=1024, help="the store buffer")
     p.add_argument("--piece", type=int, default=32768, help="most new tokens of one forward pass")
     if p.parse_known_args()[0].plot:
         return p.parse_args()
-    if not importlib.util.find_spec("torch"):
-        p.error("this needs PyTorch; --plot does not")
-    import kv_model
-    kv_model.add_arguments(p)
+    kv_store.add_arguments(p)
     a = p.parse_args()
-    if not a.pollers and a.device != "cpu":
+    if a.device != "none" and not importlib.util.find_spec("torch"):
+        p.error("this needs PyTorch; --device none and --plot do not")
+    if not a.pollers and a.device.startswith("cuda"):
         a.pollers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
-    kv_model.settle(p, a)
+    kv_store.settle(p, a)
     if any(t % a.block or t < 2 * a.block for t in a.tokens) or a.piece < 1 or a.piece % a.block:
         p.error("--tokens and --piece are whole blocks, two at least of a prompt")
     if not all(0 < h < 100 for h in a.hits) or a.runs < 1 or a.layers < 2:

@@ -1,51 +1,18 @@
-"""What the programs share that measure a model over a volume: the model, its KV on a mount and in host memory."""
+"""What the programs share that compute with PyTorch: a model over a paged pool, and its KV in host memory."""
 
 import ctypes
-import hashlib
 import os
 import queue
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
-import time
 
 import torch
 import torch.nn.attention
 import torch.nn.functional as F
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "python"))
-import tuttifs  # noqa: E402
-
-
-def add_arguments(p):
-    """The flags of all these programs; settle completes them."""
-    p.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for tiny shapes and the CPU executor")
-    p.add_argument("--layers", type=int, default=32)
-    p.add_argument("--block", type=int, default=64, help="tokens of a block and file: 64 make objects of 256 KiB")
-    p.add_argument("--layout", choices=["kv-first", "blocks-first"], help="[2, blocks, ...] or [blocks, 2, ...]")
-    p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads (default: by the cores)")
-    p.add_argument("--staging-mib", type=int, default=0, help="0: the default")
-    p.add_argument("--bounce-mib", type=int, default=0, help="0: the default")
-    p.add_argument("--where", default="/dev/shm", help="directory for the drives")
-    p.add_argument("--tuttifs", default=os.path.join(ROOT, "bin/tuttifs"))
-    p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so"))
-
-
-def settle(p, a):
-    a.device = "cuda:0" if a.device == "cuda" else a.device
-    a.cpu = a.device == "cpu"
-    a.layout = a.layout or ("blocks-first" if a.cpu else "kv-first")
-    a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8))
-    if a.cpu and a.layout == "kv-first":
-        p.error("the CPU executor takes one run a block: --layout blocks-first")
-    os.environ["TUTTIFS_LIBRARY"] = os.path.abspath(a.lib)
-
-
-def note(text):
-    print(text, file=sys.stderr, flush=True)
+from kv_store import note, tuttifs
 
 
 class Model:
@@ -77,7 +44,9 @@ class Model:
         self.kv_axis = 0 if a.layout == "kv-first" else 1
         # The prompt's blocks lie scattered in the pool.
         self.table = torch.randperm(blocks, generator=torch.Generator().manual_seed(2))
-        self.table_device = self.table.to(self.device)
+        self.table_device, self.places = self.table.to(self.device), self.table.tolist()
+        self.cuda = self.device.type == "cuda"
+        self.dtype_name = str(self.dtype).split(".")[1]
         self.attention = self.choose_attention()
         angle = torch.outer(torch.arange(a.tokens, dtype=torch.float64),
                             500000.0 ** -(torch.arange(0, self.head, 2, dtype=torch.float64) / self.head))
@@ -86,6 +55,22 @@ class Model:
     def run_bytes(self):
         """Bytes of K, and of V, of one block of one layer."""
         return self.block * self.kv_heads * self.head * self.pool[0].element_size()
+
+    def paged(self):
+        """The pool, as it is registered."""
+        return tuttifs.Paged.of(self.pool, 1 - self.kv_axis)
+
+    def event(self):
+        """Behind what is enqueued so far; None without a GPU, where nothing is left to wait for."""
+        if not self.cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def synchronize(self):
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
 
     def rope(self, x, begin):
         cos, sin = self.cos[begin:begin + len(x)], self.sin[begin:begin + len(x)]
@@ -161,11 +146,6 @@ class Model:
         return torch.cat(states), logits
 
 
-def synchronize(model):
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-
-
 def random_tokens(model, n):
     g = torch.Generator().manual_seed(3)
     return torch.randint(model.vocab, (n,), generator=g).to(model.device)
@@ -178,64 +158,6 @@ def object_bytes(a):
 
 def same_bits(got, want):
     return torch.equal(got.view(torch.uint8), want.view(torch.uint8))
-
-
-class Store:
-    """A model's pool, registered in a session of its own on a mount, and keys for a prompt as long as the pool."""
-
-    def __init__(self, a, model, mount, **options):
-        self.model, self.mount = model, tuttifs.Store(mount)
-        self.session = self.mount.session(model.device, staging_bytes=a.staging_mib << 20,
-                                          bounce_bytes=a.bounce_mib << 20, **options)
-        identity = {"model": "llama-3-8b-shaped", "revision": "random", "weights_epoch": 1,
-                    "dtype": str(model.dtype).split(".")[1], "quantisation": "none", "scale_format": "none",
-                    "layout": "NHD", "page_bytes": 2 * model.run_bytes(), "block_tokens": a.block,
-                    "file_tokens": a.block, "tp": 1, "pp": 1, "cp": 1, "group": "full"}
-        paged = tuttifs.Paged.of(model.pool, 1 - model.kv_axis)
-        self.pool = self.session.pool("llama", identity, paged.objects())
-        begin = time.perf_counter()
-        self.memory = self.session.register(paged)
-        self.registration = {"seconds": time.perf_counter() - begin, "device_bytes": self.memory.device_bytes,
-                             "runs": paged.blocks * sum(len(c.runs) for c in paged.classes)}
-        self.keys = chain(b"prompt", len(model.table))
-
-    def event(self):
-        """Behind what is enqueued so far; None without a GPU, where nothing is left to wait for."""
-        if self.model.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
-
-    def put(self, blocks):
-        """Stores the prompt's first blocks, and returns how long it took."""
-        synchronize(self.model)
-        begin = time.perf_counter()
-        with self.pool.reserve(self.keys[:blocks]) as slots:
-            after = self.event()
-            with self.pool.store(slots, self.memory, self.model.table[:blocks].tolist()) as layers:
-                layers.move_all(self.model.layers, after)
-                slots.commit()
-        return time.perf_counter() - begin
-
-    def pin(self, request, blocks):
-        leases = self.pool.pin(self.keys[:blocks], request)
-        if len(leases) != blocks:
-            raise RuntimeError(f"{len(leases)} of {blocks} blocks found")
-        return leases
-
-    def close(self):
-        self.session.close()
-        self.mount.close()
-
-
-def chain(parent, n):
-    """Keys of n blocks behind a parent."""
-    keys = []
-    for i in range(n):
-        parent = hashlib.sha256(parent + i.to_bytes(4, "little")).digest()
-        keys.append(parent)
-    return keys
 
 
 # One call of the driver for each copy, in C, so that no interpreter stands between them.
@@ -267,7 +189,7 @@ class Dram:
         blocks = len(model.table)
         self.host = torch.empty(model.layers, blocks, 2 * run, dtype=torch.uint8, pin_memory=True)
         self.stream = torch.cuda.Stream(model.device)
-        self.cuda = ctypes.CDLL("libcuda.so.1")
+        self.driver = ctypes.CDLL("libcuda.so.1")
         self.context = ctypes.c_void_p()
         self.call("cuCtxGetCurrent", ctypes.byref(self.context))
         self.each = self.compile()
@@ -275,7 +197,7 @@ class Dram:
         for layer, t in enumerate(model.pool):
             host = self.host[layer].data_ptr()
             to, source = [], []
-            for i, block in enumerate(model.table.tolist()):
+            for i, block in enumerate(model.places):
                 for j in (0, 1):
                     part = t.select(model.kv_axis, j)
                     to.append(part.data_ptr() + block * part.stride(0) * part.element_size())
@@ -284,7 +206,7 @@ class Dram:
             self.lists.append((array(*to), array(*source), (ctypes.c_size_t * len(to))(*[run] * len(to))))
 
     def call(self, name, *arguments):
-        code = getattr(self.cuda, name)(*arguments)
+        code = getattr(self.driver, name)(*arguments)
         if code:
             raise RuntimeError(f"{name}: CUDA error {code}")
 
@@ -331,7 +253,7 @@ class Dram:
                 if batch:
                     self.call("cuMemcpyBatchAsync_v2", to, source, sizes, ctypes.c_size_t(n), ctypes.byref(attributes),
                               ctypes.byref(first), ctypes.c_size_t(1), stream)
-                elif self.each(self.cuda.cuMemcpyHtoDAsync_v2, to, source, ctypes.c_size_t(sizes[0]),
+                elif self.each(self.driver.cuMemcpyHtoDAsync_v2, to, source, ctypes.c_size_t(sizes[0]),
                                ctypes.c_size_t(n), stream):
                     raise RuntimeError("cuMemcpyHtoDAsync failed")
                 self.events[layer].record(self.stream)
@@ -361,7 +283,7 @@ class Dram:
             for layer, after in iter(self.produced.get, None):
                 device, host, sizes = self.lists[layer]
                 self.back.wait_event(after)
-                if self.each(self.cuda.cuMemcpyDtoHAsync_v2, array.from_buffer(host, at),
+                if self.each(self.driver.cuMemcpyDtoHAsync_v2, array.from_buffer(host, at),
                              array.from_buffer(device, at), ctypes.c_size_t(sizes[0]), ctypes.c_size_t(n),
                              ctypes.c_void_p(self.back.cuda_stream)):
                     raise RuntimeError("cuMemcpyDtoHAsync failed")

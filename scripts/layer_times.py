@@ -19,7 +19,8 @@ import time
 
 import torch
 
-from kv_model import Model, note, synchronize
+from kv_model import Model
+from kv_store import note
 
 
 def lengths(text):
@@ -68,7 +69,7 @@ class Passes:
         """Milliseconds of each layer but the last, by the GPU's own clock where there is one."""
         marks = []
         self.model.forward(tokens, cached, lambda layer: marks.append(self.mark()))
-        synchronize(self.model)
+        self.model.synchronize()
         if self.model.device.type != "cuda":
             return [1e3 * (y - x) for x, y in zip(marks, marks[1:])]
         return [x.elapsed_time(y) for x, y in zip(marks, marks[1:])]

@@ -26,13 +26,15 @@ import time
 import torch
 
 import kv_model
-from kv_model import Dram, Model, Store, note, random_tokens, same_bits, synchronize
+import kv_store
+from kv_model import Dram, Model, random_tokens, same_bits
+from kv_store import Store, note
 from ram_volume import RamVolume
 
 
 def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kv_model.add_arguments(p)
+    kv_store.add_arguments(p)
     p.add_argument("--tokens", type=int, default=65536, help="of the prompt")
     p.add_argument("--piece", type=int, default=8192, help="most new tokens of one forward pass")
     p.add_argument("--cached", default="50,75,90,95,98", help="per cent of the prompt")
@@ -42,7 +44,7 @@ def arguments():
     p.add_argument("--churn", action="store_true", help="grow and shrink PyTorch's memory meanwhile: no times then")
     p.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     a = p.parse_args()
-    kv_model.settle(p, a)
+    kv_store.settle(p, a)
     a.cached = [int(x) for x in a.cached.split(",")]
     a.modes = a.modes.split(",")
     unknown = set(a.modes) - {"hbm", "tuttifs", "dram", "dram-batch"}
@@ -69,7 +71,7 @@ class Tuttifs(Store):
         self.leases = self.pin(self.request, blocks)
         marks.append(time.perf_counter())
         after = self.event()  # the pool's last reader
-        self.layers = self.pool.retrieve(self.leases, self.memory, self.model.table[:blocks].tolist())
+        self.layers = self.pool.retrieve(self.leases, self.memory, self.model.places[:blocks])
         marks.append(time.perf_counter())
         self.transfers = [self.layers.begin(0, after)]
         marks.append(time.perf_counter())
@@ -141,7 +143,7 @@ class Bench:
             self.dram.fill()
 
     def timed(self, f):
-        synchronize(self.model)
+        self.model.synchronize()
         begin = time.perf_counter()
         result = f()
         int(result[1].argmax())  # the first token, on the host
