@@ -136,14 +136,14 @@ func requireStudy(t *testing.T, path string) {
 	seen := map[string]bool{}
 	for _, c := range study.Cells {
 		seen[c.Drives+" "+c.Way+" "+c.Stores] = true
-		if c.Way == "no-scheduler" {
+		if c.Way == "tuttifs" || c.Way == "no-scheduler" {
 			require.Zero(t, c.Mixed)
 		}
 	}
-	for _, way := range []string{"no-scheduler", "no-separation"} {
+	for _, way := range []string{"tuttifs", "no-scheduler", "no-separation"} {
 		for _, kind := range []string{"ram " + way + " own", "paper " + way + " own", "paper " + way + " backlog"} {
 			require.True(t, seen[kind], kind)
 		}
 	}
-	require.GreaterOrEqual(t, len(study.Backlog), 2)
+	require.Len(t, study.Backlog, 4)
 }
