@@ -126,15 +126,10 @@ func (r *studyRig) desc(layer, n int) []uint64 {
 	return desc
 }
 
-func (r *studyRig) layers(open func(*gio.Map, uint16, []gio.SlotIO) (gio.Layers, error), slots []gio.SlotIO) gio.Layers {
-	l, err := open(r.Map, 0, slots)
-	require.NoError(r.t, err)
-	return l
-}
-
 // store stores so many layers of slots, and returns when they lie in the store buffer.
 func (r *studyRig) store(slots []gio.SlotIO, layers int) gio.Layers {
-	l := r.layers(r.Ring.CreateLayers, slots)
+	l, err := r.Ring.CreateLayers(r.Map, 0, slots)
+	require.NoError(r.t, err)
 	for layer := range layers {
 		ticket, err := l.StoreLayer(uint16(layer), r.desc(layer, len(slots)))
 		require.NoError(r.t, err)
@@ -146,7 +141,8 @@ func (r *studyRig) store(slots []gio.SlotIO, layers int) gio.Layers {
 // pass restores a prefix ahead of its layers, with a backlog of stores beside it.
 func (r *studyRig) pass(cached int) (bubble time.Duration) {
 	begin := time.Now()
-	l := r.layers(r.Ring.OpenLayers, r.slots(0, cached))
+	l, err := r.Ring.OpenLayers(r.Map, 0, r.slots(0, cached))
+	require.NoError(r.t, err)
 	bubble = time.Since(begin)
 	fresh := studySlots - cached
 	window := studyWindow * time.Duration(fresh) / studySlots
