@@ -106,8 +106,8 @@ func (c *Controller) timeReads(b Backend) (time.Duration, error) {
 	return d, err
 }
 
-// timeReadsIn reads by the poller into memory, the first queueBytes of which are for the queue. It also returns how many
-// reads have not ended.
+// timeReadsIn reads by the poller into memory, the first queueBytes of which are for the queue. It also returns how
+// many reads have not ended.
 func (c *Controller) timeReadsIn(mem []byte, p *Poller, queueBytes int) (time.Duration, int, error) {
 	qm, err := nvme.MapQueue(mem, 2*measureDepth)
 	if err != nil {

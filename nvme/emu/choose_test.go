@@ -8,7 +8,8 @@ import (
 	"tuttifs/nvme"
 )
 
-// TestChoose: a drive that answers is measured; one that does not, or fails, holds nobody up and gets a way all the same.
+// TestChoose: a drive that answers is measured; one that does not, or fails, holds nobody up and gets a way all the
+// same.
 func TestChoose(t *testing.T) {
 	c, err := New(Config{Drive: fileDrive(t, 16<<20)})
 	require.NoError(t, err)
