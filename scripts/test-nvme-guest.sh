@@ -123,7 +123,7 @@ start() {
   A=$(address A) B=$(address B) C=$(address C) D=$(address D)
   echo "A $A, B $B, C $C, D $D"
   must tuttifs trace --requests 60 --seed 7 -o /tmp/trace
-  must tuttifs trace --requests 150 --seed 8 -o /tmp/more
+  must tuttifs trace --requests 80 --seed 8 -o /tmp/more
 }
 
 conformance() {

@@ -74,7 +74,14 @@ func (m *Machine) OpenDrive(name string, o drive.Options) (drive.Drive, error) {
 
 func (m *Machine) share(address string) (*shared, error) {
 	if s := m.open[address]; s != nil {
-		return s, nil
+		if s.c.Err() == nil {
+			return s, nil
+		}
+		// It was taken out, or is dead. Its drives stay as they are, and what is at the address now is another one.
+		if err := s.c.Close(); err != nil && !errors.Is(err, ErrClosed) {
+			return nil, err
+		}
+		delete(m.open, address)
 	}
 	t, err := m.transport(address)
 	if err != nil {
@@ -104,7 +111,9 @@ func (m *Machine) unshare(s *shared) error {
 			return nil
 		}
 	}
-	delete(m.open, s.address)
+	if m.open[s.address] == s {
+		delete(m.open, s.address)
+	}
 	if err := s.c.Close(); err != nil && !errors.Is(err, ErrClosed) {
 		return err
 	}

@@ -73,7 +73,16 @@ func TestOrderlyRemoval(t *testing.T) {
 	require.ErrorIs(t, d.ReadAt(b, 0), drive.ErrShrunk)
 	require.ErrorIs(t, d.WriteAt(b, 0), drive.ErrShrunk)
 	require.Error(t, d.Flush())
+
+	// It is put back while its drive is still open, as a volume's lost drive is.
+	again, err := m.OpenDrive(slot, drive.Options{})
+	require.NoError(t, err)
+	require.NoError(t, again.ReadAt(b, 0))
+	require.ErrorIs(t, d.ReadAt(b, 0), drive.ErrShrunk)
 	require.NoError(t, d.Close())
+	require.NoError(t, again.ReadAt(b, 0))
+	require.Equal(t, 1, m.OpenControllers())
+	require.NoError(t, again.Close())
 	require.Zero(t, m.OpenControllers())
 	require.Zero(t, w.now.Mapped())
 }
