@@ -124,6 +124,10 @@ func TestMetricsAreThereFromTheStart(t *testing.T) {
 	for _, m := range wearMetrics {
 		require.Contains(t, values, "tuttifs_drive_"+m.name)
 	}
+	for _, m := range phaseMetrics {
+		require.Contains(t, values, "tuttifs_drive_phase_"+m.name)
+	}
+	require.Zero(t, values["tuttifs_drive_phase_mixed_commands_total"])
 	require.Positive(t, values["tuttifs_space_total_bytes"])
 }
 
