@@ -2,9 +2,11 @@ package engine
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/cuda/cudatest"
 	"tuttifs/gio"
 )
 
@@ -61,4 +63,78 @@ func TestMountStoreLimits(t *testing.T) {
 	_, err = m.NewSession(o)
 	require.ErrorContains(t, err, "the polling executor has no store buffer")
 	require.NoError(t, m.Close())
+}
+
+// TestMountStoresEndWithTheDaemon: what lies in a store buffer when the daemon is killed is not called stored, every wait
+// for it ends, and what was committed before is there afterwards.
+func TestMountStoresEndWithTheDaemon(t *testing.T) {
+	f := startFake(t)
+	for name, o := range map[string]SessionOptions{
+		"CPU": storing(mountOptions, gio.StoreBlock), "GPU": storing(gpuMountOptions(f, ""), gio.StoreBlock),
+	} {
+		t.Run(name, func(t *testing.T) {
+			v := newVolume(t)
+			u := newUser(t, v, o, nil)
+			keys, items := chain(1, 20)
+			u.store(1, keys, items, false)
+			_, more := chain(2, 20)
+			grants := make([]Grant, 20)
+			_, err := u.pool.Reserve(0, 2, more, false, grants)
+			require.NoError(t, err)
+			var buffers []*layerBuffer
+			for layer := range uint16(3) {
+				buffers = append(buffers, u.buffer(layer, 0, len(grants), false))
+			}
+			stores := make(chan struct{}, 1)
+			done := make(chan error, 1)
+			go func() {
+				for {
+					if err := u.storeAgain(grants, buffers); err != nil {
+						done <- err
+						return
+					}
+					select {
+					case stores <- struct{}{}:
+					default:
+					}
+				}
+			}()
+			<-stores
+			v.kill()
+			select {
+			case err := <-done:
+				require.ErrorIs(t, err, gio.ErrDead)
+				require.ErrorIs(t, err, ErrGone)
+			case <-time.After(15 * time.Second):
+				t.Fatal("a wait outlived the daemon")
+			}
+			_ = u.session.Close() // the mount is gone; what matters is that it ends, and what it leaves
+			require.Equal(t, cudatest.Counts{}, f.Live())
+			v.start()
+			again := newUser(t, v, mountOptions, nil)
+			again.restore(1, 0, keys, true)
+			n, err := again.pool.Peek(0, []Key{more[0].Key})
+			require.NoError(t, err)
+			require.Zero(t, n)
+		})
+	}
+}
+
+// storeAgain stores a rank of reserved slots once more.
+func (u *user) storeAgain(grants []Grant, buffers []*layerBuffer) error {
+	l, err := u.session.Ring().CreateLayers(u.pool.Map(), 0, slotsOf(grants))
+	if err != nil {
+		return err
+	}
+	defer l.Close()
+	for layer, b := range buffers {
+		ticket, err := l.StoreLayer(uint16(layer), b.desc)
+		if err != nil {
+			return err
+		}
+		if err := ticket.Wait(); err != nil {
+			return err
+		}
+	}
+	return l.Finish()
 }
