@@ -18,6 +18,7 @@ type base struct {
 	scratch [2]scratch // for reads and for writes, so that a write that is held back delays no read
 	regions regionTable
 	store   *storeBuffer // nil: stores go through the lanes' cells
+	owners  storeOwners
 	pacer   pacer
 }
 

@@ -71,6 +71,7 @@ func (g *GPU) CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error) 
 	if err != nil {
 		return nil, err
 	}
+	l.own()
 	return l, nil
 }
 

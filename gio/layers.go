@@ -36,12 +36,14 @@ type layerState struct {
 	objects int // of the rank, trailer not counted
 	store   bool
 	sums    []uint64 // [slot*objects + ordinal in rank]
+	owned   []uint64 // places of storeOwners
 
 	mu       sync.Mutex
 	failed   []error
 	stored   []bool // by ordinal, once a ticket that wrote it has been waited for
 	deferred []deferredPart
 	closed   bool
+	draining sync.Mutex // held by whoever waits for what was deferred
 }
 
 // deferredPart is a write from the store buffer that nobody has waited for yet.
@@ -66,6 +68,8 @@ func (l *layerState) defers(b *layerBatch, first int, w deferredWrite) {
 
 // drain waits for the writes that were deferred, and gives slots their errors. Its own error is for the whole.
 func (l *layerState) drain() (err error) {
+	l.draining.Lock()
+	defer l.draining.Unlock()
 	l.mu.Lock()
 	parts := l.deferred
 	l.deferred = nil
@@ -153,6 +157,7 @@ func (r *Ring) CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error)
 	if err != nil {
 		return nil, err
 	}
+	l.own()
 	return l, nil
 }
 
@@ -533,6 +538,7 @@ func (l *layerState) Failed() []error {
 // Close waits for the writes that were deferred and gives the trailers' memory back. Tickets must have been waited for.
 func (l *layerState) Close() {
 	_ = l.drain() // Failed has what it comes to; without Finish nothing of it counts
+	l.base.owners.forget(l)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.closed, l.sums = true, nil

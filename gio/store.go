@@ -3,6 +3,7 @@ package gio
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 )
@@ -313,4 +314,56 @@ func (s *storeBuffer) report() StoreStats {
 		r.BlockedNanos += uint64(now - s.blocked)
 	}
 	return r
+}
+
+// storeOwners knows which layers are stored into which slots. A slot that was given up and is stored into anew, while
+// writes to it are still deferred, is not to be overwritten by them.
+type storeOwners struct {
+	mu sync.Mutex
+	of map[uint64]*layerState // by the place of the rank's trailer on the drives
+}
+
+// own makes the layers those of their slots. It waits for what was deferred for these slots before.
+func (l *layerState) own() {
+	if l.base.store == nil {
+		return
+	}
+	for _, before := range l.base.owners.claim(l) {
+		_ = before.drain() // its slots have its errors
+	}
+}
+
+// claim returns the layers that had any of the slots before.
+func (o *storeOwners) claim(l *layerState) (before []*layerState) {
+	object := l.m.layout.TrailerObject(l.rank)
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.of == nil {
+		o.of = make(map[uint64]*layerState)
+	}
+	for i := range l.slots {
+		drive, unit, _, ok := l.m.Locate(l.slots[i].Slot, object)
+		if !ok {
+			continue
+		}
+		at := uint64(drive)<<unitBits | unit
+		if x := o.of[at]; x != nil && x != l && !slices.Contains(before, x) {
+			before = append(before, x)
+		}
+		o.of[at] = l
+		l.owned = append(l.owned, at)
+	}
+	return before
+}
+
+// forget is for layers that are closed.
+func (o *storeOwners) forget(l *layerState) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	for _, at := range l.owned {
+		if o.of[at] == l {
+			delete(o.of, at)
+		}
+	}
+	l.owned = nil
 }

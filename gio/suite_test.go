@@ -25,7 +25,7 @@ func TestRing(t *testing.T) {
 // stored are the tests of what a store buffer changes.
 var stored = []string{
 	"Layers", "LayerMisuse", "LayerTimeouts", "HeldTrailers", "Closed", "DeferredFaults", "DeferredHeld", "DeferredEnds",
-	"DeferredClose", "DeferredQuarantine", "StoreFull",
+	"DeferredClose", "DeferredAgain", "DeferredQuarantine", "StoreFull",
 }
 
 // paced are those with a pacer.

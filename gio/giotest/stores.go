@@ -189,6 +189,43 @@ func testDeferredClose(t *testing.T, s *Subject) {
 	})
 }
 
+// testDeferredAgain: slots that are stored into anew end up with what came last, whatever was deferred for them before.
+func testDeferredAgain(t *testing.T, s *Subject) {
+	eachStore(t, s, func(t *testing.T, w way) {
+		if w.stepped {
+			t.Skip("one thread only")
+		}
+		r := newLayerRig(t, s, w, w.shape(), 0)
+		var v valve
+		v.shut.Store(true)
+		r.SetFaults(v.hook)
+		old := r.evacuate(1)
+		await(t, "writes on their way", func() bool { return v.held.Load() > 0 })
+		created := make(chan gio.Layers, 1)
+		go func() {
+			l, err := r.Ring.CreateLayers(r.Map, r.rank, r.slots[1:])
+			if err != nil {
+				t.Errorf("%v", err)
+			}
+			created <- l
+		}()
+		other, err := r.Ring.CreateLayers(r.Map, r.rank, nil)
+		require.NoError(t, err)
+		other.Close()
+		require.Empty(t, created, "slots have writes deferred")
+		v.shut.Store(false)
+		l := <-created
+		require.NotNil(t, l)
+		r.checkEmptied()
+		r.a.onMedium(1)
+		l.Close()
+		require.NoError(t, old.Finish())
+		old.Close()
+		r.store(2)
+		r.a.onMedium(2)
+	})
+}
+
 // testStoreFull: without room a store waits or is refused, as the policy says, and goes on when there is room again.
 func testStoreFull(t *testing.T, s *Subject) {
 	eachStore(t, s, func(t *testing.T, w way) {

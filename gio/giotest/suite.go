@@ -53,6 +53,7 @@ func Run(t *testing.T, s Subject) {
 		{"DeferredHeld", testDeferredHeld},
 		{"DeferredEnds", testDeferredEnds},
 		{"DeferredClose", testDeferredClose},
+		{"DeferredAgain", testDeferredAgain},
 		{"DeferredQuarantine", testDeferredQuarantine},
 		{"StoreFull", testStoreFull},
 		{"PacedWrites", testPacedWrites},
