@@ -492,8 +492,9 @@ class Bench:
         a = self.a
         # The longest prompt, the most new blocks of any, those that are stored for checking, and a backlog.
         new = max(p["new_tokens"] for p in plans)
-        checked = {p["way"]: min(p["new_tokens"], CHECKED_TOKENS) for p in reversed(plans)}  # each way's first
-        blocks = (max(p["tokens"] for p in plans) + new + sum(checked.values())) // a.block + SPARE_BLOCKS
+        first = {p["way"]: p["new_tokens"] for p in reversed(plans)}
+        checked = sum(n for n in first.values() if n <= CHECKED_TOKENS)
+        blocks = (max(p["tokens"] for p in plans) + new + checked) // a.block + SPARE_BLOCKS
         size = blocks * (a.layers * 2 * self.model.run_bytes() + 8192)
         count = bubble_report.DRIVES[drives].count
         note(f"a volume of {count} drives, {size >> 20} MiB ...")
