@@ -124,6 +124,7 @@ class Request:
         self.number, self.keys = kv.next_request(), kv.next_keys(blocks - cached)
         self.transfers, self.stores, self.written = [], [], []
         self.old = kv.event()  # behind the pool's last reader
+        self.counted = kv.session.scheduler_stats().bubble_ns
         self.stream = kv.subject.stream()
 
     def begin(self):
@@ -190,6 +191,7 @@ class Request:
             layers.finish()
             layers.close()
         self.host["drain"] = 1e3 * (time.perf_counter() - begin)
+        self.host["counted"] = (self.kv.session.scheduler_stats().bubble_ns - self.counted) / 1e6
         if commit:
             self.slots.commit()
         else:
