@@ -1,6 +1,7 @@
 """The measuring part of bubbles.py: prompts whose prefix is restored and whose new tokens are stored, by several
 ways."""
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -358,9 +359,12 @@ class Bench:
         self.resident_ms[cached, blocks] = times["ttft"]
         return times
 
-    def restored(self, source, cached, blocks, kv=None, check=False):
+    def restored(self, source, cached, blocks, kv=None, check=False, backlog=False):
         self.subject.reset(clear=True)
-        request, times, result = self.once(source, cached, blocks)
+        with Backlog(kv) if backlog else contextlib.nullcontext():
+            if backlog:
+                time.sleep(self.a.backlog_seconds / 2)  # until what takes the stores in is full
+            request, times, result = self.once(source, cached, blocks)
         request.end(check)
         times["host"] = request.host
         self.subject.same(cached, result, self.wanted[cached, blocks])
@@ -381,21 +385,22 @@ class Bench:
         if not self.subject.is_taken(request.cached, request.blocks, computed):
             raise SystemExit("the new blocks were not stored as they were")
 
-    def cell(self, plan, source, kv=None, check=False):
+    def cell(self, plan, source, kv, check):
         """Runs of one way in turns with the HBM-resident one, and before each and behind the last one of the latter."""
         cached, blocks = plan["cached_tokens"] // self.a.block, plan["tokens"] // self.a.block
+        backlog = plan["stores"] == "backlog"
         guess = plan["new_tokens"] * (0.04 + 1.3e-6 * plan["tokens"])  # ms, roughly an H200's
         if self.left() < 5 * self.resident_ms.get((cached, blocks), guess) / 1e3 + 2:
             return False
         if (cached, blocks) not in self.wanted:
             self.resident(cached, blocks)
         mixed = bubble_report.mixed(kv.volume.stats()) if kv else None
-        self.restored(source, cached, blocks, kv, check)  # warms up
+        self.restored(source, cached, blocks, kv, check, backlog)  # warms up
         turns = [self.resident(cached, blocks)]
         most = max(2, min(self.a.runs, int(1e3 * self.a.seconds / (2 * turns[0]["ttft"]))))
         runs = []
         while len(runs) < most and self.left() > 2 * turns[0]["ttft"] / 1e3 + 2:
-            runs.append(self.restored(source, cached, blocks))
+            runs.append(self.restored(source, cached, blocks, kv, backlog=backlog))
             turns.append(self.resident(cached, blocks))
         if not runs:
             return False
@@ -406,10 +411,10 @@ class Bench:
         note(bubble_report.line(self.report["cells"][-1]))
         return True
 
-    def cells(self, plans, source, kv=None, check=True):
+    def cells(self, plans, source, kv=None):
         for i, plan in enumerate(plans):
-            first = check and kv is not None and i == 0 and plan["new_tokens"] <= CHECKED_TOKENS
-            if not self.cell(plan, source(plan), kv, first):
+            check = kv is not None and i == 0 and plan["new_tokens"] <= CHECKED_TOKENS
+            if not self.cell(plan, source(plan), kv, check):
                 self.left_out(plan, "no time (--limit)")
             self.save()
 
@@ -435,16 +440,11 @@ class Bench:
         def source(plan):
             return lambda: Request(kv, way, plan["cached_tokens"] // self.a.block, plan["tokens"] // self.a.block)
 
-        def with_stores(kind):
-            return [p for p in plans if p["stores"] == kind]
         try:
             note(kv.session.describe())
-            if with_stores("backlog"):
+            if any(p["stores"] == "backlog" for p in plans):
                 self.backlog(kv, name, plans[0], most)
-            self.cells(with_stores("own"), source, kv)
-            if with_stores("backlog"):
-                with Backlog(kv):
-                    self.cells(with_stores("backlog"), source, kv, check=False)
+            self.cells(plans, source, kv)
             stats = volume.stats()
             session = kv.session
             self.report["sessions"].append({
