@@ -70,10 +70,10 @@ def arguments():
     p.add_argument("--slack-table", help="the scheduler's; none: it learns")
     p.add_argument("--store-mib", type=int, default=1024, help="the store buffer")
     p.add_argument("--piece", type=int, default=32768, help="most new tokens of one forward pass")
-    if p.parse_known_args()[0].plot:
-        return p.parse_args()
     kv_store.add_arguments(p)
     a = p.parse_args()
+    if a.plot:
+        return a
     if a.device != "none" and not importlib.util.find_spec("torch"):
         p.error("this needs PyTorch; --device none and --plot do not")
     if not a.pollers and a.device.startswith("cuda"):

@@ -191,9 +191,10 @@ class Report(unittest.TestCase):
 
     def test_table(self):
         text = b.table(self.report)
-        for part in ("a GPU", "Crossing points", "limit", "backlog", "this machine reads at 20.0 of the model's 29",
+        for part in ("a GPU", "Crossing points", "limit", "backlog", "this machine reads at 20.0 of the 29.0 GB/s",
                      "Bars", "met"):
             self.assertIn(part, text)
+        self.assertNotIn("this machine writes", text)
         self.assertNotIn("Left out", text)
         self.report["left_out"] = [{**self.report["cells"][0], "reason": "no time"}]
         self.assertIn("ram, tuttifs: 1 cells: no time", b.table(self.report))
