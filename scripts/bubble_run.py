@@ -1,6 +1,7 @@
 """The measuring part of bubbles.py: prompts whose prefix is restored and whose new tokens are stored, by several
 ways."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import gc
@@ -134,6 +135,18 @@ class Request:
         pinned = time.perf_counter()
         self.layers = kv.pool.retrieve(self.leases, kv.memory, kv.model.places[:self.cached])
         self.host = {"pin": 1e3 * (pinned - begin), "trailers": 1e3 * (time.perf_counter() - pinned)}
+        # As an engine's scheduler does, beside its worker: space may have to be freed first, which takes milliseconds.
+        self.reserving = concurrent.futures.Future()
+        threading.Thread(target=self.reserve).start()
+
+    def reserve(self):
+        begin = time.perf_counter()
+        try:
+            slots = self.kv.pool.reserve(self.kv.keys[:self.cached] + self.keys, self.cached, self.number)
+            self.host["reserve"] = 1e3 * (time.perf_counter() - begin)
+            self.reserving.set_result(slots)
+        except BaseException as e:
+            self.reserving.set_exception(e)
 
     def issue(self, last):
         while len(self.transfers) <= min(last, self.kv.model.layers - 1):
@@ -154,14 +167,8 @@ class Request:
         self.written.append(self.kv.pool.store(self.slots[new], self.kv.memory, self.kv.model.places[self.piece]))
 
     def wait(self, layer):
-        if layer == 0:
-            # What the GPU need not wait for is done beside the first layer's transfer, or beside its compute.
-            if not self.way.ahead:
-                self.issue(2)
-            begin = time.perf_counter()
-            self.slots = self.kv.pool.reserve(self.kv.keys[:self.cached] + self.keys, self.cached, self.number)
-            self.open_piece()
-            self.host["reserve"] = 1e3 * (time.perf_counter() - begin)
+        if layer == 0 and not self.way.ahead:
+            self.issue(2)  # the others behind the first layer's compute, which need not wait for the host
         self.transfers[layer].wait_on(self.stream)
         if self.way.ahead:
             self.issue(layer + self.way.ahead)
@@ -169,6 +176,9 @@ class Request:
     def after(self, layer):
         if not self.way.ahead:
             self.issue(2 + ISSUED_AT_ONCE * (layer + 1))
+        if not self.written:
+            self.slots = self.reserving.result()
+            self.open_piece()
         event = self.kv.event()
         self.stores.append(self.written[-1].begin(layer, event))
         if self.way.scheduler and not event:  # a store behind an event says it too
