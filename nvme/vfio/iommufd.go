@@ -7,6 +7,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"tuttifs/drive"
 )
 
 // The kernel's interface to I/O address spaces: linux/iommufd.h. All of its requests are _IO(';', 128 + n).
@@ -91,6 +93,8 @@ func (m *Machine) openByNode(d *Device) (*device, error) {
 	attach := attachIOAS{argsz: uint32(unsafe.Sizeof(attachIOAS{})), ioas: s.id}
 	if _, err = ioctlArg(fd, ioctlBindIOMMUFD, unsafe.Pointer(&bind)); err == nil {
 		_, err = ioctlArg(fd, ioctlAttachIOAS, unsafe.Pointer(&attach))
+	} else if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EBUSY) {
+		err = fmt.Errorf("%w: %w", drive.ErrBusy, err) // all that can be wrong with it: somebody else bound it
 	}
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("nvme %s: attach to iommufd: %w", d.Address, err), unix.Close(fd), s.close())

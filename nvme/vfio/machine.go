@@ -323,18 +323,16 @@ func (m *Machine) exists(parts ...string) bool {
 	return err == nil
 }
 
-// probeFree is drive.ErrBusy while a process has the controller.
+// probeFree is drive.ErrBusy while a process has the controller. Other errors are no obstacle: nobody can have it then.
 func (m *Machine) probeFree(d *Device) error {
-	m.groupsMu.Lock()
-	defer m.groupsMu.Unlock()
-	fd, err := openNode(filepath.Join(m.dev, "vfio", d.Group))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+	t, err := m.Open(d.Address)
+	switch {
+	case err == nil:
+		return t.Close()
+	case errors.Is(err, drive.ErrBusy):
+		return fmt.Errorf("is its volume mounted? %w", err)
 	}
-	if err != nil {
-		return fmt.Errorf("nvme %s: is its volume mounted? %w", d.Address, err)
-	}
-	return unix.Close(fd)
+	return nil
 }
 
 // move names the driver that may have the device, takes it from the one that has it, and has it probed.
