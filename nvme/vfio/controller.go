@@ -339,7 +339,11 @@ func (c *Controller) Close() error {
 	if was == nil {
 		err = c.shutDown()
 	}
-	c.lose(c.errorf("%w", ErrClosed), err == nil && was == nil)
+	closed := c.errorf("%w", ErrClosed)
+	if errors.Is(err, ErrQuarantined) {
+		closed = errors.Join(closed, err) // until release unmaps everything, which is after they hear of it
+	}
+	c.lose(closed, err == nil && was == nil)
 	close(c.ended)
 	return errors.Join(err, c.release())
 }
@@ -359,7 +363,7 @@ func (c *Controller) shutDown() error {
 	cc := c.t.Load32(nvme.RegCC) &^ uint32(nvme.CCShutdownMask)
 	c.t.Store32(nvme.RegCC, cc|uint32(nvme.CCShutdown))
 	err := c.awaitShutdown()
-	return errors.Join(err, c.disable())
+	return errors.Join(err, c.stop())
 }
 
 func (c *Controller) awaitShutdown() error {

@@ -3,6 +3,7 @@ package vfio
 import (
 	"fmt"
 	"math"
+	"os"
 	"slices"
 	"sync"
 )
@@ -54,7 +55,7 @@ func newIOVAs(ranges []span) (*iovas, error) {
 
 // alloc takes n bytes, a multiple of pages, at the lowest address that fits.
 func (v *iovas) alloc(n uint64) (uint64, error) {
-	align := uint64(PageBytes)
+	align := uint64(os.Getpagesize())
 	if n >= largeBytes {
 		align = largeBytes
 	}

@@ -10,8 +10,8 @@ import (
 	"tuttifs/drive"
 )
 
-// driveTimeout is of a drive's commands: less than what a volume waits before it gives a drive up, so that there is time
-// to end them and to try again.
+// driveTimeout is of a drive's commands: less than what a volume waits before it gives a drive up, so that there is
+// time to end them and to try again.
 const driveTimeout = 10 * time.Second
 
 // shared is a controller that drives of this process are open on. The kernel lets a device be opened once.

@@ -208,6 +208,36 @@ func TestStuck(t *testing.T) {
 	}
 }
 
+// TestCloseStuck: closing a controller that obeys nobody says so, and takes all memory from it all the same.
+func TestCloseStuck(t *testing.T) {
+	t.Parallel()
+	w := &world{cfg: emu.Config{Drive: memoryDrive(t)}}
+	transport := w.transport(t)
+	var stuck atomic.Bool
+	transport.SetFaults(quickly(nvmetest.Faults{
+		Store: func(off, v uint32) bool { return stuck.Load() },
+		Reset: func() error { return errors.New("no reset") },
+	}))
+	c, err := vfio.Open(transport, vfio.Options{RecoveryTimeout: 100 * time.Millisecond})
+	require.NoError(t, err)
+	q, err := c.NewQueue(16)
+	require.NoError(t, err)
+	b, err := c.Alloc(4096)
+	require.NoError(t, err)
+	w.hold.Store(true)
+	ticket, err := q.Submit(read4k(b, 0))
+	require.NoError(t, err)
+	stuck.Store(true)
+	require.ErrorIs(t, c.Close(), vfio.ErrQuarantined)
+	_, err = q.Wait(ticket)
+	require.ErrorIs(t, err, vfio.ErrQuarantined)
+	require.ErrorIs(t, err, vfio.ErrClosed)
+	w.hold.Store(false)
+	require.Zero(t, transport.Mapped())
+	require.NoError(t, b.Free())
+	require.ErrorIs(t, c.Close(), vfio.ErrClosed)
+}
+
 // TestUnusable: what the driver cannot use is refused, with the reason, and given back.
 func TestUnusable(t *testing.T) {
 	for name, c := range map[string]struct {

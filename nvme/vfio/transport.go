@@ -12,6 +12,7 @@ package vfio
 
 import (
 	"errors"
+	"os"
 
 	"golang.org/x/sys/unix"
 )
@@ -67,7 +68,7 @@ var (
 	ErrQuarantined = errors.New("vfio: memory in quarantine: the controller may still write to it")
 )
 
-// PageBytes is the controller's memory page, and the unit of memory that it is given.
+// PageBytes is the controller's memory page. It is given memory in pages of the system, which may be larger.
 const PageBytes = 4096
 
 // Buffer is memory that the controller reaches.
@@ -81,7 +82,8 @@ type Buffer struct {
 
 // Alloc makes a zeroed buffer of n bytes, rounded up to pages.
 func (c *Controller) Alloc(n int) (*Buffer, error) {
-	size := (max(n, 1) + PageBytes - 1) &^ (PageBytes - 1)
+	page := os.Getpagesize()
+	size := (max(n, 1) + page - 1) &^ (page - 1)
 	// Shared: a fork must not leave the controller with the child's pages.
 	b, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
 	if err != nil {
@@ -98,7 +100,7 @@ func (c *Controller) Alloc(n int) (*Buffer, error) {
 
 // MapMemory makes memory of the caller reachable for the controller: whole pages, that stay mapped until Free.
 func (c *Controller) MapMemory(b []byte) (*Buffer, error) {
-	if len(b) == 0 || len(b)%PageBytes != 0 || addressOf(b)%PageBytes != 0 {
+	if page := os.Getpagesize(); len(b) == 0 || (len(b)|int(addressOf(b)))&(page-1) != 0 {
 		return nil, c.errorf("memory of %d bytes at %#x is not made of pages: %w", len(b), addressOf(b), ErrUnsuitable)
 	}
 	iova, err := c.t.Map(b)
