@@ -341,6 +341,7 @@ func (o *storeOwners) claim(l *layerState) (before []*layerState) {
 	if o.of == nil {
 		o.of = make(map[uint64]*layerState)
 	}
+	l.owned = make([]uint64, 0, len(l.slots))
 	for i := range l.slots {
 		drive, unit, _, ok := l.m.Locate(l.slots[i].Slot, object)
 		if !ok {

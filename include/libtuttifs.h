@@ -377,7 +377,8 @@ int tuttifs_report_bad(tuttifs_pool_t pool, uint32_t slot, uint64_t generation);
 
 /* Prepares the transfer of one rank's objects of some leased files: slot i of the batch is leases[i]. Retrieving
  * (flags 0) reads and verifies the files' trailers first, and waits for them. blocks[i] is the paged memory's block for
- * slot i; memory and blocks are NULL where layers are moved by the _at functions. */
+ * slot i; memory and blocks are NULL where layers are moved by the _at functions. Storing waits where the store buffer
+ * still has writes to one of the slots, of a reservation that was given up. */
 #define TUTTIFS_STORE 1u
 int tuttifs_layers_open(tuttifs_pool_t pool, uint16_t rank, uint32_t flags, const struct tuttifs_lease *leases,
                         uint64_t count, tuttifs_memory_t memory, const uint64_t *blocks, tuttifs_layers_t *layers);
