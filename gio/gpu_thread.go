@@ -156,6 +156,10 @@ func (th *ioThread) park() {
 // kernel or a drive, and it looks a few times before it naps.
 func (th *ioThread) rest() {
 	th.idle++
+	if len(th.live) == 0 { // events are looked for, and nothing else
+		th.nap(quietNanos)
+		return
+	}
 	if th.heldBack() {
 		th.nap(min(max(th.flow.again-th.now, napNanoseconds), checkNanos))
 		return

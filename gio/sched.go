@@ -156,7 +156,8 @@ func (s *Scheduler) look(now int64) (more bool) {
 	return false
 }
 
-// Prefill begins a pass of so many layers over input new tokens behind prefix cached ones, and ends the one before.
+// Prefill begins a pass of layers that are numbered below layers, over input new tokens behind prefix cached ones, and
+// ends the one before.
 // Reads that are issued from now on are for it; so are those that were issued while nothing was under way, or for
 // layers that the pass before had behind it.
 func (s *Scheduler) Prefill(input, prefix, layers int) error {

@@ -109,13 +109,15 @@ func (p *policy) readAhead(now int64) uint64 {
 	return uint64(ahead + flying)
 }
 
-// harvestBlocks is the grid that harvests are to have now, 0 where there is no reason for any.
+// harvestBlocks is the grid that harvests are to have now, 0 where nothing says anything about grids.
 func (p *policy) harvestBlocks(now int64) int {
 	p.account(now)
 	grids := p.io.Harvest.Grids
 	switch {
-	case p.c.Off || p.c.NoBudget || p.c.Table == nil || p.pass.kind == passNone:
+	case p.c.Table == nil:
 		return 0
+	case p.c.Off || p.c.NoBudget || p.pass.kind == passNone:
+		return HarvestBlocksDefault
 	case p.stands():
 		return grids[len(grids)-1].Blocks // nothing computes beside it
 	}

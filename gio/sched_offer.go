@@ -29,7 +29,7 @@ func (p *policy) offer(input, cached, layers int) Offer {
 	}
 	o.Known = true
 	o.Restore = time.Duration(restore + p.read.takes(p.reads.left)) // what is queued comes first
-	o.Recompute = time.Duration(int64(layers) * all)
+	o.Recompute = time.Duration(int64(layers-p.begins(layers)) * all)
 	p.stats.Offers++
 	if o.Load = o.Restore <= o.Recompute; !o.Load {
 		p.stats.Refused++
@@ -49,7 +49,7 @@ func (p *policy) loaded(input, prefix, layers int) int64 {
 	if restore > 0 {
 		first = p.read.latency + restore
 	}
-	return first + int64(layers-1)*max(window, restore) + window
+	return first + int64(layers-p.begins(layers)-1)*max(window, restore) + window
 }
 
 // loadedLeast is how much of its prefix a pass must have read for its time to be compared with the estimate, in parts
@@ -62,7 +62,7 @@ func (p *policy) noteLoad(now int64) {
 	if s.prefix == 0 || s.bytes == 0 {
 		return
 	}
-	aToken := float64(s.bytes) / float64(s.prefix) / float64(s.layers)
+	aToken := float64(s.bytes) / float64(s.prefix) / float64(s.layers-p.begins(s.layers))
 	if p.c.Table == nil {
 		p.bytesAToken = max(p.bytesAToken, aToken)
 	}

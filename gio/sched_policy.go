@@ -27,6 +27,7 @@ type policy struct {
 	read, write flow
 	bytesAToken float64 // of a layer's reads: the table's, or learned; 0: not known
 
+	first     int   // the least number of a layer that was ever heard of; of a pipeline's later stage it is not 0
 	at        int64 // of the last call
 	announced int   // passes that were begun and wait for compute to come to them
 	pass      pass
@@ -89,6 +90,7 @@ func (p *policy) setUp(c SchedulerConfig) {
 	}
 	p.read.setUp(&p.io.Read)
 	p.write.setUp(&p.io.Write)
+	p.first = schedLayersMax
 	p.reads.setUp()
 	p.bubbles = make([]time.Duration, 0, schedLayersMax)
 	p.pass.ended = -int64(c.Idle) // nothing was ever under way
@@ -107,10 +109,18 @@ func unknownIO() slack.IO {
 func (p *policy) prefill(now int64, input, prefix, layers int) {
 	now = p.account(now)
 	p.end(now)
-	p.pass = pass{kind: passPrefill, input: input, prefix: prefix, layers: layers, begin: now}
+	p.pass = pass{kind: passPrefill, input: input, prefix: prefix, layers: layers, layer: p.begins(layers), begin: now}
 	p.pass.predicted = p.loaded(input, prefix, layers)
 	p.stats.Passes++
 	p.beginLayer(now)
+}
+
+// begins is the first layer of a pass.
+func (p *policy) begins(layers int) int {
+	if p.first < layers {
+		return p.first
+	}
+	return 0
 }
 
 // beginLayer begins the window of the next layer.
@@ -124,12 +134,16 @@ func (p *policy) beginLayer(now int64) {
 func (p *policy) layerDone(now int64, layer int) {
 	now = p.account(now)
 	s := &p.pass
-	if s.kind != passPrefill || layer < s.layer {
+	if s.kind != passPrefill || layer < 0 {
+		return
+	}
+	p.first = min(p.first, layer)
+	if layer < s.layer {
 		return
 	}
 	n := min(layer, s.layers-1) + 1 - s.layer
 	// Before the first layer computes, its pass is prepared.
-	if took := (now - s.since - s.stood) / int64(n); took > 0 && (s.layer > 0 || s.layers < firstCounts) {
+	if took := (now - s.since - s.stood) / int64(n); took > 0 && (s.layer > p.begins(s.layers) || s.layers < firstCounts) {
 		p.windows.note(s.input, s.prefix, took)
 	}
 	p.stats.Layers += uint64(n)
@@ -233,7 +247,7 @@ func (p *policy) stand(t time.Duration) {
 	}
 	p.bubbles[layer] += t
 	p.stats.Bubble += t
-	if layer == 0 {
+	if layer == p.begins(p.pass.layers) {
 		p.stats.FirstBubble += t
 	}
 	if here := p.stats.Passes*schedLayersMax + uint64(layer) + 1; p.stood != here {
@@ -251,6 +265,9 @@ func (p *policy) note(e ioEvent) {
 	}
 	switch e.kind {
 	case readQueued:
+		if layer != noLayer {
+			p.first = min(p.first, layer)
+		}
 		p.reads.queued(layer, bytes, p.forNext(layer))
 	case readIssued:
 		p.read.issue(now, bytes)

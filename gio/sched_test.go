@@ -355,13 +355,13 @@ func TestSchedulerSwitches(t *testing.T) {
 	require.Equal(t, without.DeferredBytes, without.Issued[CauseOff])
 	require.Less(t, on.bubble, off.bubble, "writes that do not wait keep reads waiting")
 	require.LessOrEqual(t, on.bubble, mixed.bubble)
-	require.Zero(t, off.p.harvestBlocks(off.now))
+	require.Equal(t, HarvestBlocksDefault, off.p.harvestBlocks(off.now))
 }
 
 // TestSchedulerHarvest: the smallest grid that keeps up while something computes, the fastest while it stands.
 func TestSchedulerHarvest(t *testing.T) {
 	s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, 900, schedDrives)}, schedDrives)
-	require.Zero(t, s.p.harvestBlocks(s.now), "nothing computes")
+	require.Equal(t, HarvestBlocksDefault, s.p.harvestBlocks(s.now), "nobody knows of compute")
 	s.p.prefill(s.now, 4096, 4096, 4)
 	require.Equal(t, 8, s.p.harvestBlocks(s.now))
 	s.read(0, 1<<20)
@@ -369,6 +369,33 @@ func TestSchedulerHarvest(t *testing.T) {
 	none := newSim(t, 1, SchedulerConfig{}, schedDrives)
 	none.p.prefill(none.now, 4096, 4096, 4)
 	require.Zero(t, none.p.harvestBlocks(none.now))
+}
+
+// TestSchedulerStages: a later stage of a pipeline has layers that do not begin at 0.
+func TestSchedulerStages(t *testing.T) {
+	s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	for pass := range 3 {
+		s.p.prefill(s.now, 64, 4096, 32)
+		for l := 16; l < 32; l++ {
+			s.read(l, 1<<20)
+		}
+		for l := 16; l < 32; l++ {
+			if pass > 0 {
+				require.Equal(t, l, s.p.pass.layer)
+			}
+			s.until(s.now+60_000*ms, func() bool { return !s.missing(l) })
+			s.until(s.now+2*ms, nil)
+			s.p.layerDone(s.now, l)
+		}
+		require.Equal(t, passNone, s.p.pass.kind)
+	}
+	window, sure := s.p.windows.layer(64, 4096)
+	require.True(t, sure)
+	require.InEpsilon(t, 2*ms, window, 0.1)
+	st := s.p.snapshot(s.now)
+	require.Positive(t, st.FirstBubble)
+	require.Equal(t, st.Bubble, st.FirstBubble, "windows of 2 ms hide a MiB")
+	require.InEpsilon(t, 16*2*ms, s.p.loaded(64, 4096, 32), 0.1)
 }
 
 // TestSchedulerProgress: reads go on whatever their user does: waits for layers of a pass that never computes, issues

@@ -434,8 +434,8 @@ int tuttifs_layers_close(tuttifs_layers_t layers);
  * functions waits.
  */
 
-/* A pass of so many layers begins, over input new tokens behind prefix cached ones; the one before has ended. Transfers
- * that are begun from now on are for it. */
+/* A pass begins, over input new tokens behind prefix cached ones, of layers whose numbers are below layers (a stage of a
+ * pipeline has their pool's numbers, too); the one before has ended. Transfers that are begun from now on are for it. */
 int tuttifs_prefill(tuttifs_session_t session, uint32_t input, uint32_t prefix, uint32_t layers);
 
 /* A layer of the pass, and all before it, is computed; the last one's ends the pass. after, where not NULL, was recorded
