@@ -351,3 +351,16 @@ func TestDriveErrors(t *testing.T) {
 	_, err = c.MapMemory(make([]byte, 100))
 	require.ErrorIs(t, err, vfio.ErrUnsuitable)
 }
+
+// TestDoAllocatesNothing: neither here nor in the controller.
+func TestDoAllocatesNothing(t *testing.T) {
+	w := &world{cfg: emu.Config{Drive: memoryDrive(t)}}
+	_, q, b := start(t, w, vfio.Options{})
+	w.now.Controller.SetFaults(nil)
+	e := read4k(b, 0)
+	require.Zero(t, testing.AllocsPerRun(200, func() {
+		if _, err := q.Do(e); err != nil {
+			t.Error(err)
+		}
+	}))
+}
