@@ -65,8 +65,8 @@ func TestMountStoreLimits(t *testing.T) {
 	require.NoError(t, m.Close())
 }
 
-// TestMountStoresEndWithTheDaemon: what lies in a store buffer when the daemon is killed is not called stored, every wait
-// for it ends, and what was committed before is there afterwards.
+// TestMountStoresEndWithTheDaemon: what lies in a store buffer when the daemon is killed is not called stored, every
+// wait for it ends, and what was committed before is there afterwards.
 func TestMountStoresEndWithTheDaemon(t *testing.T) {
 	f := startFake(t)
 	for name, o := range map[string]SessionOptions{

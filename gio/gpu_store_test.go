@@ -19,8 +19,8 @@ func storeBench(t *testing.T, config func(c *GPUConfig)) *bench {
 	})
 }
 
-// storeLayers stores both layers of so many slots, once fail has been called, and returns the first error of a verb, and
-// what Finish says.
+// storeLayers stores both layers of so many slots, once fail has been called, and returns the first error of a verb,
+// and what Finish says.
 func (b *bench) storeLayers(slots int, fail func()) (l Layers, err, finish error) {
 	b.t.Helper()
 	var desc [2][]uint64

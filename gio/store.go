@@ -262,8 +262,8 @@ func (s *storeBuffer) fail(err error) {
 	s.signal()
 }
 
-// pressed says that the buffer is above its high water, three quarters, or that a store waits for room, which may be there
-// in pieces that are too small: writes go regardless of windows then.
+// pressed says that the buffer is above its high water, three quarters, or that a store waits for room, which may be
+// there in pieces that are too small: writes go regardless of windows then.
 func (s *storeBuffer) pressed() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
