@@ -29,7 +29,7 @@ class Numpy(Mounted):
             for a in layers:
                 a[...] = random.integers(-100, 100, a.shape).astype(a.dtype)
             kept = [a.copy() for a in layers]
-            source, target = list(range(FILES)), [9, 15, 0, 3, 12, 7]
+            source, target = np.arange(FILES), np.array([9, 15, 0, 3, 12, 7])
             with pool.reserve(keys) as r, pool.store(r, memory, source) as batch:
                 batch.move_all(LAYERS)
                 r.commit()

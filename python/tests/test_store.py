@@ -271,6 +271,15 @@ class Refusals(Mounted):
         self.refused(tuttifs.IdentityError, self.session.pool, "other", "no JSON", objects)
         self.refused(invalid, self.session.pool, "a\0b", IDENTITY, objects)
         self.refused(invalid, self.session.pool, "other", IDENTITY, [])
+        self.refused(invalid, self.store.session, lanes=1 << 32)
+        self.refused(invalid, self.session.pool, "other", IDENTITY, objects, max_slots=1 << 32)
+        for wrong in (tuttifs.Object(1 << 16, 0, (8,)), tuttifs.Object(0, -1, (8,)), tuttifs.Object(0, 0, (1 << 32,))):
+            self.refused(invalid, self.session.pool, "other", IDENTITY, [wrong])
+        for tenant in (-1, 1 << 32):  # the neighbour's, were it cut
+            self.refused(invalid, self.pool.peek, keys, tenant=tenant)
+            self.refused(invalid, self.pool.pin, keys, tenant=tenant)
+            self.refused(invalid, self.pool.reserve, keys, tenant=tenant)
+        self.refused(invalid, self.pool.pin, keys, request=1 << 64)
         self.refused(invalid, self.pool.peek, [b"short"])
         self.refused(invalid, self.pool.pin, [b"short"])
         self.refused(invalid, self.pool.reserve, keys, start=9)
@@ -287,6 +296,11 @@ class Refusals(Mounted):
             self.refused(invalid, self.pool.store, reservation, self.memory)
             self.refused(invalid, self.pool.store, reservation, self.memory, [Cache.blocks] * 8)
             self.refused(invalid, self.pool.store, reservation, self.memory, list(range(8)), rank=1)
+            self.refused(invalid, self.pool.store, reservation, self.memory, list(range(8)), rank=1 << 16)
+            self.refused(invalid, self.pool.store, reservation, self.memory, list(range(-1, 7)))
+            self.refused(invalid, self.pool.store, reservation, self.memory, [0.5] * 8)
+            self.refused(invalid, reservation.commit, [1 << 16])
+            self.refused(invalid, reservation.commit, [])
             self.refused(invalid, self.pool.retrieve, reservation, self.memory, list(range(8)))
             with self.pool.store(reservation, self.memory, list(range(8))) as layers:
                 self.refused(tuttifs.IncompleteError, layers.finish)
@@ -297,6 +311,7 @@ class Refusals(Mounted):
                     cuda_event = 0
 
                 self.refused(invalid, layers.begin, 0, after=Event())
+        self.assertEqual(self.pool.stats().slots_used, 0, "what could not be committed was given up")
         with self.pool.reserve(keys) as reservation:
             reservation.abort()
             self.refused(tuttifs.NotFoundError, reservation.commit)
@@ -312,7 +327,6 @@ class Refusals(Mounted):
             self.refused(tuttifs.ClosedError, layers.begin, 0)
             self.refused(tuttifs.ClosedError, transfer.wait)
             self.refused(tuttifs.ClosedError, transfer.wait)
-            reservation._open = False
         self.refused(tuttifs.ClosedError, pool.peek, [])
         for x in (layers, memory, pool, session):
             x.close()

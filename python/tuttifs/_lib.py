@@ -5,11 +5,12 @@ It is loaded at the first use, not at import: a process that has only imported `
 
 from __future__ import annotations
 
+import array
 import ctypes as C
 import os
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from .errors import error
+from .errors import InvalidError, error
 
 MAJOR = 1
 NATIVE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_native")  # what a wheel brings along
@@ -21,9 +22,21 @@ PARTIAL = 1  # of reservations
 PADDED = 1  # of host memory
 
 u8, u16, u32, u64, vp, cp = C.c_uint8, C.c_uint16, C.c_uint32, C.c_uint64, C.c_void_p, C.c_char_p
+_CODES = {u16: "H", u32: "I", u64: "Q"}  # of array
+_MOST = {u16: (1 << 16) - 1, u32: (1 << 32) - 1, u64: (1 << 64) - 1}
 
 
-class Sized(C.Structure):
+class Checked(C.Structure):
+    """A structure of the caller's. ctypes would cut integers that do not fit."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        super().__init__(*values, **named)
+        for name, value in [*zip((f[0] for f in self._fields_), values), *named.items()]:
+            if isinstance(value, int) and getattr(self, name) != value:
+                raise InvalidError(f"{name} {value} is out of range")
+
+
+class Sized(Checked):
     """A structure that begins with its size."""
 
     size: int
@@ -71,11 +84,11 @@ class PoolStats(Sized):
         "bytes_capacity")]
 
 
-class Run(C.Structure):
+class Run(Checked):
     _fields_ = [("bytes", u32), ("kind", u32)]
 
 
-class Object(C.Structure):
+class Object(Checked):
     _fields_ = [("layer", u16), ("rank", u16), ("first_run", u32), ("run_count", u32)]
 
 
@@ -86,7 +99,7 @@ class PoolOptions(Sized):
                 ("reserved", u64 * 4)]
 
 
-class StridedRun(C.Structure):
+class StridedRun(Checked):
     _fields_ = [("base", u64), ("stride", u64), ("bytes", u64)]
 
 
@@ -114,7 +127,7 @@ class Item(C.Structure):
     _fields_ = [("key", u8 * 32), ("parent", u8 * 32), ("tokens", u32), ("position", u32)]
 
 
-FUNCTIONS = {
+FUNCTIONS: Dict[str, List[Any]] = {
     "open": [cp, vp], "close": [vp], "session_create": [vp, vp, vp], "session_join": [vp, vp, vp, vp],
     "session_token": [vp, vp], "session_describe": [vp, vp, u64], "session_dma": [vp, vp, vp],
     "session_stats": [vp, vp], "store_stats": [vp, vp], "prefill": [vp, u32, u32, u32], "layer_done": [vp, u32, vp],
@@ -147,10 +160,13 @@ class Library:
         for name, arguments in FUNCTIONS.items():
             f = getattr(so, "tuttifs_" + name)
             f.argtypes, f.restype = arguments, C.c_int
-            setattr(self, name, self._checked(f))
+            setattr(self, name, self._checked(f, name, [(i, _MOST[t]) for i, t in enumerate(arguments) if t in _MOST]))
 
-    def _checked(self, f: Any) -> Callable[..., None]:
+    def _checked(self, f: Any, name: str, integers: List[Tuple[int, int]]) -> Callable[..., None]:
         def call(*arguments: Any) -> None:
+            for i, most in integers:
+                if not 0 <= arguments[i] <= most:
+                    raise InvalidError(f"{name}: {arguments[i]} is out of range: 0 to {most}")
             code = f(*arguments)
             if code < 0:
                 raise error(code, self.last_error())
@@ -163,6 +179,16 @@ class Library:
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         raise AttributeError(f"libtuttifs has no function tuttifs_{name}")
+
+
+def integers(kind: Any, values: Any) -> Any:
+    """An array of C integers from a sequence, or from a NumPy array or a tensor of one dimension."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    try:
+        packed = array.array(_CODES[kind], values)
+    except (OverflowError, TypeError) as e:
+        raise InvalidError(f"integers from 0 to {_MOST[kind]} are wanted: {e}") from None
+    return (kind * len(packed)).from_buffer(packed) if packed else (kind * 1)()
 
 
 def find(environment: str, *names: str) -> Optional[str]:

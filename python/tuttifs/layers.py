@@ -49,7 +49,9 @@ class Layers:
         self.slots = range(len(leases)) if wanted is None else wanted  # slot i of the batch is leases[slots[i]]
         self._memory = memory  # kept from being given back by the garbage collector
         n = len(self.slots)
-        places = None if blocks is None else (C.c_uint64 * max(1, n))(*[blocks[i] for i in self.slots])
+        places = None
+        if blocks is not None:
+            places = _lib.integers(C.c_uint64, blocks if n == len(blocks) else [int(blocks[i]) for i in self.slots])
         self._h = C.c_void_p()
         self._lib.layers_open(pool._h, rank, _lib.STORE if self.storing else 0, leases._c(self.slots), n,
                               None if memory is None else memory._h, places, C.byref(self._h))
@@ -71,7 +73,7 @@ class Layers:
         """`begin` for flat memory (`Session.register_flat`): object j of slot i begins at `offsets[i * n + j]`, with n
         objects in the layer and rank. Slot i is `leases[layers.slots[i]]`."""
         verb = self._lib.store_layer_at if self.storing else self._lib.retrieve_layer_at
-        table = (C.c_uint64 * max(1, len(offsets)))(*offsets)
+        table = _lib.integers(C.c_uint64, offsets)
         return self._give(after, lambda event, out: verb(self._h, layer, memory._h, table, len(offsets), event, out))
 
     def _give(self, after: Any, verb: Callable[[Optional[int], Any], None]) -> "Transfer":

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, List, NamedTuple, Optional, Sequence, Type, Union, overload
 
 from . import _lib
-from .errors import NotFoundError
+from .errors import ClosedError, NotFoundError, StaleError
 
 if TYPE_CHECKING:
     from .store import Pool
@@ -102,7 +102,10 @@ class Pinned(Leases):
 
     def __exit__(self, kind: Optional[Type[BaseException]], value: Optional[BaseException],
                  trace: Optional[TracebackType]) -> None:
-        self.release()
+        try:
+            self.release()
+        except (ClosedError, StaleError):
+            pass  # they went with the session
 
 
 class Reservation(Leases):
@@ -121,10 +124,9 @@ class Reservation(Leases):
         (docs/libtuttifs.md, "When a load fails"). Raises `IncompleteError` where an object was not written,
         `NotFoundError` where another rank has aborted.
         """
+        if self:
+            self.pool._lib.commit(self.pool._h, self.reserve, _lib.integers(C.c_uint16, ranks), len(ranks))
         self._open = False
-        if not self:
-            return
-        self.pool._lib.commit(self.pool._h, self.reserve, (C.c_uint16 * len(ranks))(*ranks), len(ranks))
 
     async def commit_async(self, ranks: Sequence[int] = (0,)) -> None:
         """`commit`, without keeping the event loop. Where the task is cancelled, the commit goes on."""
@@ -144,5 +146,5 @@ class Reservation(Leases):
         if self._open:
             try:
                 self.abort()
-            except NotFoundError:
-                pass  # another rank has aborted
+            except (NotFoundError, ClosedError, StaleError):
+                pass  # another rank has aborted, or a commit that failed has; or all of it went with the session

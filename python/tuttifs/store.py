@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes as C
 import dataclasses
+import itertools
 import json
 import os
 import secrets
@@ -250,11 +251,9 @@ class Session(Closing, Scheduled):
         except (ValueError, KeyError, TypeError):
             tokens_per_file = 0  # the daemon says what is wrong with the identity
         runs = [Run(r) if isinstance(r, int) else r for o in objects for r in o.runs]
-        table = (_lib.Object * max(1, len(objects)))()
-        first = 0
-        for c, o in zip(table, objects):
-            c.layer, c.rank, c.first_run, c.run_count = o.layer, o.rank, first, len(o.runs)
-            first += len(o.runs)
+        firsts = itertools.accumulate((len(o.runs) for o in objects), initial=0)
+        table = (_lib.Object * max(1, len(objects)))(*[
+            _lib.Object(o.layer, o.rank, first, len(o.runs)) for o, first in zip(objects, firsts)])
         pieces = (_lib.Run * max(1, len(runs)))(*[_lib.Run(*r) for r in runs])
         options = _lib.PoolOptions(
             tokens_per_file=tokens_per_file, name=encoded(name, "name"), identity=encoded(text, "identity"),
