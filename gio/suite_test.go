@@ -52,9 +52,7 @@ func TestRingPaced(t *testing.T) {
 }
 
 // scheduled are the tests of executors with a scheduler.
-var scheduled = []string{
-	"Layers", "LayerDamage", "Concurrent", "DeferredFaults", "DeferredHeld", "Closed", "DeadDaemon",
-}
+var scheduled = []string{"Layers", "Concurrent", "DeferredFaults", "Closed", "DeadDaemon"}
 
 // runScheduled runs the tests that a scheduler may change something about, beside somebody who computes.
 func runScheduled(t *testing.T, s giotest.Subject) {
