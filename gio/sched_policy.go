@@ -42,7 +42,7 @@ type policy struct {
 const (
 	idleNanos = int64(10 * time.Millisecond) // of writes that are in flight at a time while nothing computes
 	turnNanos = int64(5 * time.Millisecond)  // of those that are too old to wait
-	turnEvery = 20                           // beside reads they have one part in so many of the time
+	turnEvery = 25                           // beside reads they have one part in so many of the time
 	// stepUnknown is when a decode step is taken for the last one, where nothing is known of what it takes.
 	stepUnknown = int64(100 * time.Millisecond)
 )
