@@ -80,8 +80,7 @@ class Subject:
 
     def host_memory(self):
         """The same blocks in pinned host memory."""
-        self.reset(clear=False)
-        dram = Dram(self.model)
+        dram = Dram(self.model, self.whole)
         dram.fill()
         return dram
 

@@ -182,10 +182,11 @@ class CopyAttributes(ctypes.Structure):
 
 
 class Dram:
-    """Blocks in pinned host memory: an object's K and V lie together, as on a drive."""
+    """Blocks in pinned host memory: an object's K and V lie together, as on a drive. contents are those of the model's
+    pool, or of a copy of it."""
 
-    def __init__(self, model):
-        self.model, run = model, model.run_bytes()
+    def __init__(self, model, contents=None):
+        self.model, self.contents, run = model, contents or model.pool, model.run_bytes()
         blocks = len(model.table)
         self.host = torch.empty(model.layers, blocks, 2 * run, dtype=torch.uint8, pin_memory=True)
         self.stream = torch.cuda.Stream(model.device)
@@ -221,12 +222,13 @@ class Dram:
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
-    def fill(self):
-        """Takes the blocks out of the pool."""
-        for layer, t in enumerate(self.model.pool):
-            k, v = (t.select(self.model.kv_axis, j).index_select(0, self.model.table_device) for j in (0, 1))
+    def fill(self, first=0, last=None):
+        """Takes the blocks from first on, and before last, out of the contents."""
+        blocks = self.model.table_device[first:last]
+        for layer, t in enumerate(self.contents):
+            k, v = (t.select(self.model.kv_axis, j).index_select(0, blocks) for j in (0, 1))
             both = torch.stack([k, v], dim=1)
-            self.host[layer].copy_(both.flatten(1).view(torch.uint8))
+            self.host[layer, first:last].copy_(both.flatten(1).view(torch.uint8))
         torch.cuda.synchronize()
 
     def begin(self, blocks, batch=False):
