@@ -35,7 +35,7 @@ in_c = sys.argv[1] == "c"
 if in_c:
     print('#include <stddef.h>\n#include <stdio.h>\n#include "libtuttifs.h"\nint main(void) {')
 for name, s in vars(t).items():
-    if isinstance(s, type) and issubclass(s, ctypes.Structure) and s is not t.Sized:
+    if isinstance(s, type) and issubclass(s, ctypes.Structure) and hasattr(s, "_fields_"):
         c = "struct tuttifs_" + re.sub("(?<!^)([A-Z])", r"_\1", name).lower()
         for f, _ in s._fields_:
             if in_c:
