@@ -269,7 +269,7 @@ class Schedule(Mounted):
         (store,), (part,) = step.stores, step.stores[0].parts
         self.assertEqual((part.first, part.keys, part.blocks), (0, tuttifs.keys(PROMPT, 4), [[11], [12], [13], [14]]))
         self.put(part.keys)
-        s.heard(Report(step.number, stored={store.number: {0: [0, 1, 2, 3]}}), ())
+        s.heard(Report(step.number, stores={store.number: {0: [0, 1, 2, 3]}}), ())
         self.assertEqual([e.tokens for e in s.take_events()], [PROMPT[i:i + 4] for i in (0, 4, 8, 12)])
         r.num_computed_tokens, r.all_token_ids = 17, PROMPT + [1, 2, 3]
         self.assertEqual([p.first for p in s.step({"one": 3}, lambda name: [TABLE[0]]).stores[0].parts], [4])
@@ -329,7 +329,7 @@ class Schedule(Mounted):
         s.matched(r, 0)
         step = s.step({"e": 17}, lambda name: TABLE)
         # Said to be stored, and gone by the next lookup.
-        s.heard(Report(step.number, stored={step.stores[0].number: {0: [0, 1]}}), ())
+        s.heard(Report(step.number, stores={step.stores[0].number: {0: [0, 1]}}), ())
         s.take_events()
         self.assertEqual(s.matched(request("e2", PROMPT), 0), 0)
         self.assertEqual([(e.keys, type(e)) for e in s.take_events()], [(tuttifs.keys(PROMPT, 4)[:1], scheduler.Removed)])

@@ -8,7 +8,10 @@ import sys
 import tempfile
 import time
 import unittest
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Set
+
+import msgspec
+import zmq
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../tests"))
 
@@ -94,6 +97,9 @@ class Restored(unittest.TestCase):
             self.survives_the_daemon(e)
             self.survives_a_full_volume(e)
             self.assertEqual(e.count("tainted_files"), 0)
+            e.reset()
+            self.same(e, "odd", "branch")
+            eventually(self.settled, "stores that end")
             e.kill()
 
     def restores(self, e: Engine) -> None:
@@ -192,7 +198,12 @@ class Restored(unittest.TestCase):
 
     def test_2_two_engines(self) -> None:
         """After the first was killed: what it had stored is there, for two engines at a time."""
-        with self.engine("two", async_scheduling=True, **connector(self.volume.path)) as a, \
+        events = zmq.Context.instance().socket(zmq.SUB)
+        self.addCleanup(events.close, 0)
+        events.subscribe(b"")
+        port = events.bind_to_random_port("tcp://127.0.0.1")
+        told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
+        with self.engine("two", async_scheduling=True, kv_events_config=told, **connector(self.volume.path)) as a, \
                 self.engine("three", async_scheduling=False, **connector(self.volume.path)) as b:
             for e in (a.ready(), b.ready()):
                 self.assertEqual(self.same(e, "odd", "branch"), {n: whole(PROMPTS[n]) for n in ("odd", "branch")})
@@ -201,8 +212,21 @@ class Restored(unittest.TestCase):
             self.stored(before + computed(PROMPTS["other"]))
             self.assertEqual(self.same(b, "other"), {"other": whole(PROMPTS["other"])})
             self.assertEqual(self.files(), before + computed(PROMPTS["other"]))
+            self.same(a, "odd")  # events are taken along by the next step
+            wanted = set(tuttifs.keys(PROMPTS["other"], FILE))
+            eventually(lambda: wanted <= self.stored_events(events), "events of what was stored")
             a.end()
             b.end()
+
+    seen: Set[bytes] = set()
+
+    def stored_events(self, events: Any) -> Set[bytes]:
+        """The keys that an engine has published as stored on the mount, until now."""
+        while events.poll(0):
+            for event in msgspec.msgpack.decode(events.recv_multipart()[-1])[1]:
+                if event["type"] == "BlockStored" and event["medium"] == "TUTTIFS":
+                    self.seen |= set(event["block_hashes"])
+        return self.seen
 
     def test_3_layerwise(self) -> None:
         with self.engine("layerwise", **connector(self.volume.path, layerwise=True)) as e:

@@ -22,7 +22,7 @@ from .messages import PoolSpec, Report, Step
 from .metrics import COUNTS
 from .options import Options
 from .scheduler import Removed, Scheduling
-from .worker import Caches, Worker, blocks_first
+from .worker import Caches, Worker, blocks_first, check_staging
 
 log = logging.getLogger("tuttifs.vllm")
 
@@ -102,6 +102,10 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         self._groups: List[Group] = [g for g, _ in described]
         self._kinds = [kind for _, kind in described]
         self._file_tokens = choose_file_tokens(self._groups, self._options.file_tokens)
+        check_staging(self._options, self._groups, self._file_tokens)
+        if self._options.layerwise and len(self._groups) > 1:
+            raise InvalidError("layerwise goes with models whose layers share one block table: in this one vLLM could not be told "
+                               "which blocks failed")
         self._stores = transfer.is_kv_producer
         self._loads = transfer.is_kv_consumer
         # Ranks that hold the same KV (MLA, fewer heads than ranks) have one copy of it, written by the first of them.
@@ -167,10 +171,6 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> Optional[KVConnectorHandshakeMetadata]:
         return self._tensors
-
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        if self._worker is not None:
-            self._worker.flush_gathers()
 
     def _step(self) -> Step:
         metadata = self._get_connector_metadata()

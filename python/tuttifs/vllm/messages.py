@@ -84,13 +84,11 @@ class Report:
 
     step: int = 0
     failed: Dict[str, int] = dataclasses.field(default_factory=dict)  # request: the first file that did not arrive
-    stored: Dict[int, Dict[int, List[int]]] = dataclasses.field(default_factory=dict)  # store: group: its new files
-    settled_stores: List[int] = dataclasses.field(default_factory=list)  # that are over, whatever came of them
+    stores: Dict[int, Dict[int, List[int]]] = dataclasses.field(default_factory=dict)  # ended: by group, the new files
 
     def merge(self, other: "Report") -> "Report":
         self.step = min(self.step, other.step)
         for request, first in other.failed.items():
             self.failed[request] = min(first, self.failed.get(request, first))
-        self.stored.update(other.stored)  # a commit succeeds for all ranks or for none
-        self.settled_stores += other.settled_stores
+        self.stores.update(other.stores)  # a commit succeeds for all ranks or for none
         return self

@@ -129,9 +129,14 @@ class Scheduling:
         assert t.chain is not None
         place = self.groups.index(group)
         n = end.pools[place].peek(keys, t.chain.tenant)
-        if n < len(keys) and self._announced.pop((place, keys[n]), False):
-            self._events.append(Removed(group, [keys[n]]))
+        if n < len(keys):
+            self._gone(place, keys[n])
         return n
+
+    def _gone(self, place: int, key: bytes) -> None:
+        """Tells that a file is not there any more, if it was told that it is."""
+        if self._announced.pop((place, key), False):
+            self._events.append(Removed(self.groups[place], [key]))
 
     def _track(self, request: Any) -> Tracked:
         t = self._tracked.get(request.request_id)
@@ -260,12 +265,14 @@ class Scheduling:
                 self._release(request)
         for request, first in report.failed.items():
             t = self._tracked.get(request)
-            if t is not None:
+            if t is not None and t.chain is not None:
                 t.failed, t.begun, t.found = True, min(t.begun, first), 0
-        for number in [*report.stored, *report.settled_stores]:
-            store = self._stores.pop(number, None)
+                for place in range(len(self.groups)):
+                    self._gone(place, t.chain.keys[first])
+        for number, new in report.stores.items():
+            store = self._stores.pop(number, None)  # every rank reports it, in its own time
             if store is not None:
-                self._announce(store, report.stored.get(number, {}))
+                self._announce(store, new)
 
     def _announce(self, store: Store, new: Dict[int, List[int]]) -> None:
         for part in store.parts:

@@ -62,18 +62,19 @@ class Caches:
 
 
 class Slots:
-    """Places for files in one half of the staging memory. Layers begin at whole units, objects of a layer follow each
-    other."""
+    """Places for files in one half of the staging memory. In a slot layers begin at whole units, and objects of a layer
+    follow each other."""
 
-    def __init__(self, memory: Any, first: int, size: int, slot: int) -> None:
-        self.memory, self._first, self._slot = memory, first, slot
-        self.count = size // slot
+    def __init__(self, half: Any, first: int, slot: int) -> None:
+        self.count = len(half) // slot
+        self._table = half[:self.count * slot].view(self.count, slot)
+        self._first, self._slot = first, slot  # in the registered memory
         self._free = list(range(self.count))
         self._changed = threading.Condition()
         self._open = True
 
     def take(self, most: int) -> List[int]:
-        """1 to `most` slots, waited for. None when the memory is given up."""
+        """1 to `most` slots, waited for; none when the memory is given up."""
         with self._changed:
             self._changed.wait_for(lambda: self._free or not self._open)
             if not self._open:
@@ -91,8 +92,14 @@ class Slots:
             self._open = False
             self._changed.notify_all()
 
-    def offset(self, slot: int, layer_offset: int) -> int:
-        return self._first + slot * self._slot + layer_offset
+    def offsets(self, shape: "Shape", layer: int, slots: Sequence[int]) -> List[int]:
+        """Where a layer's objects of some slots begin in the registered memory."""
+        return [self._first + s * self._slot + shape.offsets[layer] + o for s in slots for o in shape.objects[layer]]
+
+    def layer(self, shape: "Shape", layer: int, dtype: Any) -> Any:
+        """A layer of all slots: [slots, numbers]."""
+        at = shape.offsets[layer]
+        return self._table[:, at:at + shape.sizes[layer]].view(dtype)
 
 
 class Shape(NamedTuple):
@@ -119,16 +126,20 @@ class Shape(NamedTuple):
         return cls(tuple(offsets), tuple(b * n for b in group.block_bytes), tuple(objects), at, n)
 
 
+def check_staging(options: Options, groups: Sequence[Group], file_tokens: int) -> None:
+    """Refuses staging memory that does not hold a file each way."""
+    slot = max(Shape.of(g, file_tokens).slot_bytes for g in groups)
+    if options.staging_bytes < 2 * slot:
+        raise InvalidError(f"staging_bytes is {options.staging_bytes}: a file takes {slot} bytes, and twice that is needed")
+
+
 class End:
     """This rank's membership in the scheduler's session, with the staging memory that comes with it."""
 
     def __init__(self, options: Options, attached: Attached, device: Any) -> None:
         self.token = attached.token
         self.shapes = [Shape.of(s.group, attached.file_tokens) for s in attached.pools]
-        slot = max(s.slot_bytes for s in self.shapes)
-        half = options.staging_bytes // 2
-        if half < slot:
-            raise InvalidError(f"staging_bytes is {options.staging_bytes}: a file has {slot} bytes, twice that is needed")
+        slot, half = max(s.slot_bytes for s in self.shapes), options.staging_bytes // 2
         self.mount = Mount(options.path)
         self.session: Optional[Session] = None
         try:
@@ -141,7 +152,7 @@ class End:
                 whole = torch.empty(2 * half, dtype=torch.uint8, device=device)
             self.memory = self.session.register_flat(whole, padded=device.type == "cpu")
             self.pools = [open_pool(self.session, s, options) for s in attached.pools]
-            self.loads, self.stores = Slots(whole, 0, half, slot), Slots(whole, half, half, slot)
+            self.loads, self.stores = Slots(whole[:half], 0, slot), Slots(whole[half:], half, slot)
             self.text = self.session.describe()
         except BaseException:
             self.close()
@@ -182,6 +193,15 @@ class Progress:
             torch.cuda.current_stream().wait_event(copied)
 
 
+class Wanted(NamedTuple):
+    """Which blocks of a batch are copied to where, as indices on the device."""
+
+    slots: Any
+    rows: Any  # of the blocks in these slots; None for all
+    places: Any
+    any: bool
+
+
 class Outcome(NamedTuple):
     """What came of a load."""
 
@@ -191,7 +211,7 @@ class Outcome(NamedTuple):
 
 
 class Gathered(NamedTuple):
-    """Some files of a store in staging memory, or, with no slots, the word that the store is to be given up."""
+    """Some files of a store in staging memory."""
 
     store: Store
     part: int
@@ -207,7 +227,6 @@ class Worker:
     def __init__(self, options: Options, caches: Caches, rank: int, writes: bool) -> None:
         self.options, self.caches, self.rank, self.writes = options, caches, rank, writes
         self.counts = Counts()
-        self.description = ""
         self._cuda = caches.device.type == "cuda"
         self._stream = torch.cuda.Stream(caches.device) if self._cuda else None
         self._lock = threading.Lock()
@@ -216,12 +235,11 @@ class Worker:
         self._loader = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-load")
         self._storer = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-store")
         self._outcomes: Deque[Outcome] = collections.deque()
-        self._bad_blocks: Set[int] = set()
-        self._failed: Set[str] = set()
         self._report = Report()
+        self._reservation: Optional[Reservation] = None  # of the part that is being written: the storer's, as the next
+        self._new: Dict[int, List[int]] = {}  # files of the store that is being written, by group
         self._waiting: List[Tuple[Progress, "concurrent.futures.Future[Outcome]"]] = []
         self._tainted = 0  # the last step of which a load failed that it waited for
-        self._gathers: Deque[Any] = collections.deque()
 
     # The session
 
@@ -237,9 +255,8 @@ class Worker:
                 old.close()
             try:
                 self._end = End(self.options, attached, self.caches.device)
-                self.description = self._end.text
                 log.info("tuttifs: %s; %d bytes of staging memory", self._end.text, self.options.staging_bytes)
-            except Error as e:
+            except (Error, OSError) as e:
                 self._lost = attached.token
                 log.warning("tuttifs: this rank cannot join the session: %s", e)
             return self._end
@@ -257,9 +274,10 @@ class Worker:
 
     def start_loads(self, step: Step) -> None:
         end = self._attach(step.attached)
+        behind = self._record() if step.loads else None  # what may still read or zero the blocks
         for load in step.loads:
             progress = Progress() if load.wait else None
-            done = self._loader.submit(self._load, end, load, progress, time.monotonic())
+            done = self._loader.submit(self._load, end, load, progress, behind, time.monotonic())
             if progress is not None:
                 self._waiting.append((progress, done))
 
@@ -287,11 +305,6 @@ class Worker:
             else:
                 self._gather(end, store)
         self._report.step = step.number
-
-    def flush_gathers(self) -> None:
-        """Returns when no gather reads the engine's blocks any more."""
-        while self._gathers:
-            self._gathers.popleft().synchronize()
 
     def finished_loads(self) -> Tuple[Set[str], Set[str], Set[int]]:
         """Requests whose loads ended since the last call, those of them that failed, and the blocks that did."""
@@ -331,18 +344,13 @@ class Worker:
 
     # Loads: in the loader's thread
 
-    def _load(self, end: Optional[End], load: Load, progress: Optional[Progress], begun: float) -> Outcome:
+    def _load(self, end: Optional[End], load: Load, progress: Optional[Progress], behind: Any, begun: float) -> Outcome:
+        if self._stream is not None:
+            self._stream.wait_event(behind)
         bad: Set[int] = set()
         first_failed = -1
         for part in load.parts:
-            failed = set(range(len(part.keys)))
-            try:
-                if end is not None:
-                    failed = self._load_part(end, load, part, progress)
-            except Error as e:
-                self._trouble(end, e) if end is not None else None
-            except Exception:
-                log.exception("tuttifs: a load failed")
+            failed = self._try_part(end, load, part, progress) if end is not None else set(range(len(part.keys)))
             if failed:
                 first = part.first + min(failed)
                 first_failed = first if first_failed < 0 else min(first_failed, first)
@@ -358,6 +366,15 @@ class Worker:
             progress.over()
         return outcome
 
+    def _try_part(self, end: End, load: Load, part: LoadPart, progress: Optional[Progress]) -> Set[int]:
+        try:
+            return self._load_part(end, load, part, progress)
+        except Error as e:
+            self._trouble(end, e)
+        except Exception:
+            log.exception("tuttifs: a load failed")
+        return set(range(len(part.keys)))
+
     def _file_bytes(self, part: LoadPart) -> int:
         return sum(self.caches.groups[part.group].block_bytes) * len(part.blocks[0])
 
@@ -367,77 +384,76 @@ class Worker:
         if not part.pinned:
             return failed
         pool = end.pools[part.group]
-        with pool.pin(part.keys, part.pin, load.tenant) as leases:
+        leases = pool.pin(part.keys, part.pin, load.tenant)
+        slots: List[int] = []
+        try:
             failed |= set(range(len(leases), part.pinned))
-            slots = end.loads.take(len(leases))
-            try:
-                if not slots:
-                    return set(range(len(part.keys)))
-                count = len(slots)
-                bounds = [(at, min(at + count, len(leases))) for at in range(0, len(leases), count)]
-                with contextlib.ExitStack() as opened:
-                    failed |= self._flow(end, pool, leases, part, slots, bounds, progress, opened)
-            finally:
-                if self._stream is not None:
-                    self._stream.synchronize()
-                end.loads.give(slots)
+            slots = end.loads.take(len(leases)) if len(leases) else []
+            if not slots:
+                return set(range(len(part.keys)))
+            bounds = [(at, min(at + len(slots), len(leases))) for at in range(0, len(leases), len(slots))]
+            with contextlib.ExitStack() as opened:
+                failed |= self._flow(end, pool, leases, part, slots, bounds, progress, opened)
             self._report_bad(pool, leases, failed)
+        finally:
+            if self._stream is not None:
+                self._stream.synchronize()
+            end.loads.give(slots)  # the pin is the scheduler's to release, which ends it for all ranks
         return failed
 
     def _flow(self, end: End, pool: Pool, leases: Pinned, part: LoadPart, slots: List[int],
               bounds: List[Tuple[int, int]], progress: Optional[Progress], opened: contextlib.ExitStack) -> Set[int]:
         """Batch by batch through the slots: a layer's place is filled anew as soon as it was copied from."""
-        layers, failed = len(self.caches.layers[part.group]), set()
-        batch, transfers = self._begin_batch(end, pool, leases, part, slots, bounds[0], opened)
+        shape, failed = end.shapes[part.group], set()
+        layers = range(len(shape.sizes))
+
+        def batch(k: int) -> Layers:
+            return opened.enter_context(pool.retrieve(leases[slice(*bounds[k])], rank=self.rank))
+
+        def begin(moved: Layers, k: int, layer: int, after: Any) -> Transfer:
+            taken = slots[:bounds[k][1] - bounds[k][0]]
+            return moved.begin_at(layer, end.memory, end.loads.offsets(shape, layer, taken), after=after)
+
+        moved = batch(0)
+        transfers = [begin(moved, 0, layer, None) for layer in layers]
         for k, (first, last) in enumerate(bounds):
-            following: Optional[Layers] = None
+            following = batch(k + 1) if k + 1 < len(bounds) else None
+            wanted = self._wanted(part, shape, slots, first, last)
             ahead: List[Transfer] = []
-            for layer in range(layers):
-                transfers[layer].wait_on(self._stream.cuda_stream if self._stream is not None else None)
-                copied = self._scatter(end, part, layer, slots, first, last)
-                if k + 1 < len(bounds):
-                    if following is None:
-                        following = opened.enter_context(pool.retrieve(leases[bounds[k + 1][0]:bounds[k + 1][1]],
-                                                                       rank=self.rank))
-                    ahead.append(following.begin_at(layer, end.memory, self._offsets(end, part.group, layer, slots,
-                                                    bounds[k + 1][1] - bounds[k + 1][0]), after=copied))
+            for layer in layers:
+                transfers[layer].wait_on(self._stream)
+                copied = self._scatter(end, part.group, layer, wanted)
+                if following is not None:
+                    ahead.append(begin(following, k + 1, layer, copied))
                 elif progress is not None:
                     progress.done(part.group, layer, copied)
-            batch.wait()
-            failed |= {first + i for i in batch.failed()}
-            batch.close()
+            moved.wait()
+            failed |= {first + i for i in moved.failed()}
+            moved.close()
             if following is not None:
-                batch, transfers = following, ahead
+                moved, transfers = following, ahead
         return failed
 
-    def _begin_batch(self, end: End, pool: Pool, leases: Pinned, part: LoadPart, slots: List[int],
-                     bounds: Tuple[int, int], opened: contextlib.ExitStack) -> Tuple[Layers, List[Transfer]]:
-        first, last = bounds
-        batch = opened.enter_context(pool.retrieve(leases[first:last], rank=self.rank))
-        return batch, [batch.begin_at(layer, end.memory, self._offsets(end, part.group, layer, slots, last - first))
-                       for layer in range(len(self.caches.layers[part.group]))]
-
-    def _offsets(self, end: End, group: int, layer: int, slots: Sequence[int], count: int) -> List[int]:
-        shape = end.shapes[group]
-        return [end.loads.offset(s, shape.offsets[layer] + o) for s in slots[:count] for o in shape.objects[layer]]
-
-    def _scatter(self, end: End, part: LoadPart, layer: int, slots: Sequence[int], first: int, last: int) -> Any:
-        """Copies a layer of files first to last - 1 to the blocks where it is wanted. Returns the copy's event on a GPU."""
-        shape = end.shapes[part.group]
+    def _wanted(self, part: LoadPart, shape: Shape, slots: Sequence[int], first: int, last: int) -> Wanted:
+        """Which of the blocks in slots go where."""
         places, rows = [], []
-        for k, i in enumerate(range(first, last)):
-            for j, block in enumerate(part.blocks[i]):
+        for k, file in enumerate(part.blocks[first:last]):
+            for j, block in enumerate(file):
                 if block != NULL_BLOCK:
                     places.append(block)
                     rows.append(k * shape.blocks + j)
-        if not places:
-            return None
-        cache = self.caches.layers[part.group][layer]
         with self._on(self._stream):
-            staged = _staged(end.loads, shape, layer, slots[:last - first], cache)
-            if len(rows) != len(staged):
-                staged = staged[torch.tensor(rows, device=cache.device)]
-            cache[torch.tensor(places, device=cache.device)] = staged
+            some = None if len(rows) == (last - first) * shape.blocks else self._index(rows)
+            return Wanted(self._index(slots[:last - first]), some, self._index(places), bool(places))
+
+    def _scatter(self, end: End, group: int, layer: int, wanted: Wanted) -> Any:
+        """Copies a layer to the blocks where it is wanted. Returns the copy's event on a GPU."""
+        if not wanted.any:
+            return None
+        cache, shape = self.caches.layers[group][layer], end.shapes[group]
+        with self._on(self._stream):
+            staged = end.loads.layer(shape, layer, cache.dtype)[wanted.slots].view(-1, *cache.shape[1:])
+            cache[wanted.places] = staged if wanted.rows is None else staged[wanted.rows]
             return self._record()
 
     def _zero(self, part: LoadPart, failed: Set[int]) -> None:
@@ -446,8 +462,9 @@ class Worker:
         if not blocks:
             return
         with self._on(self._stream):
+            places = self._index(blocks)
             for cache in self.caches.layers[part.group]:
-                cache[torch.tensor(blocks, device=cache.device)] = 0
+                cache[places] = 0
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -474,16 +491,11 @@ class Worker:
                 if not slots:  # the session has ended meanwhile
                     self._settle(store.number)
                     return
-                blocks = [b for file in part.blocks[at:at + len(slots)] for b in file]
+                places = self._index([b for file in part.blocks[at:at + len(slots)] for b in file])
+                taken, shape = self._index(slots), end.shapes[part.group]
                 for layer, cache in enumerate(self.caches.layers[part.group]):
-                    staged = cache[torch.tensor(blocks, device=cache.device)]
-                    for k, slot in enumerate(slots):
-                        _put(end.stores, end.shapes[part.group], layer, slot, k, staged)
+                    end.stores.layer(shape, layer, cache.dtype)[taken] = cache[places].reshape(len(slots), -1)
                 event = self._record()
-                if event is not None:
-                    self._gathers.append(event)
-                    while self._gathers[0].query() and len(self._gathers) > 1:
-                        self._gathers.popleft()
                 last = at + len(slots) == len(part.blocks)
                 self._storer.submit(self._write, end, Gathered(store, number, at, slots, event, last))
                 at += len(slots)
@@ -508,9 +520,8 @@ class Worker:
         finally:
             end.stores.give(g.slots)
             if g.last and g.part == len(g.store.parts) - 1:
-                self._settle(g.store.number)
-
-    _reservation: Optional[Reservation] = None  # of the part that is being written: the storer's
+                new, self._new = self._new, {}
+                self._settle(g.store.number, new)
 
     def _reserve(self, end: End, store: Store, part: StorePart) -> None:
         self._end_reservation()
@@ -535,9 +546,9 @@ class Worker:
             return
         shape = end.shapes[part.group]
         with end.pools[part.group].store(files, rank=self.rank) as batch:
-            for layer in range(len(self.caches.layers[part.group])):
-                batch.begin_at(layer, end.memory, [end.stores.offset(g.slots[i], shape.offsets[layer] + o)
-                                                   for i in batch.slots for o in shape.objects[layer]], after=g.event)
+            for layer in range(len(shape.sizes)):
+                batch.begin_at(layer, end.memory, end.stores.offsets(shape, layer, [g.slots[i] for i in batch.slots]),
+                               after=g.event)
             batch.wait()
             batch.finish()
 
@@ -553,8 +564,7 @@ class Worker:
         self.counts.add("stored_files", len(new))
         size = sum(self.caches.groups[part.group].block_bytes) * len(part.blocks[0])
         self.counts.add("stored_bytes", len(new) * size)
-        with self._lock:
-            self._report.stored.setdefault(store.number, {})[part.group] = new
+        self._new[part.group] = new
 
     def _give_up(self, end: End, store: Store) -> None:
         """Gives up a store of which other ranks may have their part ready, or begin it later: none of it becomes visible."""
@@ -576,9 +586,9 @@ class Worker:
             else:
                 quietly(reservation.abort)
 
-    def _settle(self, number: int) -> None:
+    def _settle(self, number: int, new: Optional[Dict[int, List[int]]] = None) -> None:
         with self._lock:
-            self._report.settled_stores.append(number)
+            self._report.stores[number] = new or {}
 
     # The GPU's streams
 
@@ -590,6 +600,9 @@ class Worker:
             with torch.cuda.stream(stream):
                 yield
 
+    def _index(self, numbers: Sequence[int]) -> Any:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.caches.device)
+
     def _record(self) -> Any:
         """An event behind what was enqueued on the current stream; None on a CPU, where all is done."""
         if not self._cuda:
@@ -597,17 +610,3 @@ class Worker:
         event = torch.cuda.Event()
         event.record()
         return event
-
-
-def _staged(slots: Slots, shape: Shape, layer: int, taken: Sequence[int], cache: Any) -> Any:
-    """A layer of some slots as blocks of a cache: [slots * blocks, ...]."""
-    size = shape.sizes[layer]
-    rows = [slots.memory[at:at + size] for at in (slots.offset(s, shape.offsets[layer]) for s in taken)]
-    return torch.stack(rows).view(cache.dtype).view(len(taken) * shape.blocks, *cache.shape[1:])
-
-
-def _put(slots: Slots, shape: Shape, layer: int, slot: int, k: int, staged: Any) -> None:
-    """Copies the k-th file's blocks of a layer to a slot."""
-    at = slots.offset(slot, shape.offsets[layer])
-    place = slots.memory[at:at + shape.sizes[layer]].view(staged.dtype)
-    place.copy_(staged[k * shape.blocks:(k + 1) * shape.blocks].reshape(-1))
