@@ -179,15 +179,17 @@ class Identities(unittest.TestCase):
         self.assertEqual(identity.scale_format(SimpleNamespace()), "unknown")
 
     def test_from_a_configuration(self):
-        def config(commit=None, pp=1, speculative=None):
+        def config(commit=None, pp=1, speculative=None, cache_dtype="auto"):
             hf = SimpleNamespace(to_dict=lambda: {"rope": 1, "_name_or_path": "x"}, _commit_hash=commit)
             return SimpleNamespace(
                 model_config=SimpleNamespace(
                     model="m", hf_config=hf, dtype="torch.bfloat16", quantization=None, model_class_overrides={},
-                    model_impl="auto", disable_sliding_window=False, quantization_config=None),
+                    model_impl="auto", disable_sliding_window=False, quantization_config=None,
+                    multimodal_config=None),
                 parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=pp,
                                                 decode_context_parallel_size=1, prefill_context_parallel_size=1),
-                cache_config=SimpleNamespace(kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+                cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=[],
+                                             kv_sharing_fast_prefill=False),
                 speculative_config=speculative)
         o = options.Options.parse({"path": "/"})
         self.assertEqual(identity.facts_of(config(commit="abc"), o, 4).revision, "abc")
@@ -197,6 +199,8 @@ class Identities(unittest.TestCase):
         self.assertEqual(identity.facts_of(config(commit="abc"), named, 4).revision, "mine")
         with self.assertRaises(tuttifs.IdentityError):
             identity.facts_of(config(commit="abc", pp=2), o, 4)
+        self.assertNotEqual(identity.facts_of(config("abc", cache_dtype="fp8_e5m2"), o, 4),
+                            identity.facts_of(config("abc"), o, 4))
         draft = SimpleNamespace(method="eagle", model="d", revision="1", draft_model_config=None)
         self.assertNotEqual(identity.facts_of(config("abc", speculative=draft), o, 4),
                             identity.facts_of(config("abc"), o, 4))

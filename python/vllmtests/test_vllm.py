@@ -132,7 +132,7 @@ class Restored(unittest.TestCase):
         before = self.files()
         self.same(e, "damage")
         self.stored(before + computed(PROMPTS["damage"]))
-        self.damage(2)
+        self.damage("damage", 2)
         e.reset()
         self.same(e, "damage")
         self.assertEqual(e.count("failed_files"), 1)
@@ -141,10 +141,10 @@ class Restored(unittest.TestCase):
         self.assertEqual(self.same(e, "damage"), {"damage": whole(PROMPTS["damage"])})
         self.assertEqual(e.count("failed_files"), 1)
 
-    def damage(self, file: int) -> None:
-        """Flips a byte in the first object of a file of the prompt to be damaged, on its drive."""
+    def damage(self, name: str, file: int) -> None:
+        """Flips a bit in the first object of a prompt's file, on its drive."""
         found = []
-        keys = tuttifs.keys(PROMPTS["damage"], FILE)
+        keys = tuttifs.keys(PROMPTS[name], FILE)
         for directory, _, names in os.walk(self.volume.path):
             found += [os.path.join(directory, n) for n in names if n == keys[file].hex()]
         self.assertEqual(len(found), 1)
@@ -233,6 +233,10 @@ class Restored(unittest.TestCase):
             e.ready()
             self.assertEqual(self.same(e, "odd", "other"), {n: whole(PROMPTS[n]) for n in ("odd", "other")})
             self.assertEqual(e.count("failed_files"), 0)
+            self.damage("odd", 1)
+            e.reset()
+            self.same(e, "odd", "other")  # the step that loads is the one that fails, and is done again
+            self.assertEqual(e.count("failed_files"), 1)
             e.end()
 
     def test_4_two_ranks(self) -> None:

@@ -129,6 +129,7 @@ def facts_of(config: Any, options: Options, file_tokens: int) -> Facts:
     computed = {
         "model": own, "model_class_overrides": model.model_class_overrides, "model_impl": str(model.model_impl),
         "disable_sliding_window": model.disable_sliding_window, "quantization_config": model.quantization_config,
+        "cache_dtype": str(config.cache_config.cache_dtype), "multimodal": _multimodal(model.multimodal_config),
         "kv_cache_dtype_skip_layers": config.cache_config.kv_cache_dtype_skip_layers,
         "kv_sharing_fast_prefill": config.cache_config.kv_sharing_fast_prefill,
         "speculative": _speculative(config.speculative_config)}
@@ -141,6 +142,12 @@ def facts_of(config: Any, options: Options, file_tokens: int) -> Facts:
 
 def _dtype(dtype: Any) -> str:
     return str(dtype).replace("torch.", "")
+
+
+def _multimodal(m: Any) -> Any:
+    """What is done to media behind vLLM's digests of them."""
+    names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "media_io_kwargs")
+    return None if m is None else [str(getattr(m, n, None)) for n in names]
 
 
 def _speculative(spec: Any) -> Any:
