@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any, List
 
 from . import _lib
+from ._lib import Library
 from .layers import event_handle
 
 
@@ -59,7 +60,7 @@ class SchedulerStats:
 class Scheduled:
     """The part of `Session` about its scheduler. Nothing here waits; all of it may be told ahead of the device."""
 
-    _lib: _lib.Library
+    _lib: Library
     _h: C.c_void_p
     _events: List[List[Any]]  # of this pass and the one before: the library may look at them
 
