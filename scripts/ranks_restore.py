@@ -45,7 +45,7 @@ def arguments():
     p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads for each rank")
     p.add_argument("--where", default="/dev/shm", help="directory for the drives")
     p.add_argument("--tuttifs", default=os.path.join(ROOT, "bin/tuttifs"))
-    p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so"))
+    p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so.1"))
     p.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     return p.parse_args()
 
