@@ -300,7 +300,7 @@ class Schedule(Mounted):
         self.assertEqual([p.first for p in s.step({"two": 5}, lambda name: TABLE).stores[0].parts], [3])
 
     def store_joined(self, step):
-        return self.store.join(step.attached.token, lanes=1, depth=64, dma_bytes=2 << 20, bounce_bytes=1 << 20)
+        return self.store.join(step.token, lanes=1, depth=64, dma_bytes=2 << 20, bounce_bytes=1 << 20)
 
     def test_the_last_token_is_computed(self):
         self.put(tuttifs.keys(PROMPT, 4))

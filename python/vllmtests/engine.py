@@ -74,7 +74,7 @@ class Engine:
         assert self.ask(do="reset")["reset"]
 
     def count(self, name: str) -> float:
-        return float(self.ask(do="metrics")[f"vllm:tuttifs_{name}"])
+        return float(self.ask(do="metrics")[f"vllm:{name}"])
 
     def kill(self) -> None:
         """kill -9 of all its processes."""

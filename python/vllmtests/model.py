@@ -17,25 +17,41 @@ CONFIG: Dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2}
 
 
-def make(directory: str, seed: int = 1, **changes: Any) -> str:
-    """Writes the model to a directory and returns it. changes: of its configuration."""
+# Its first layer attends to a window of 96 tokens, its second to all: two groups of layers in vLLM.
+HYBRID: Dict[str, Any] = {
+    **{k: v for k, v in CONFIG.items() if k != "rope_theta"}, "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": HEAD,
+    "sliding_window": 96, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
+    "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+                        "full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
+
+
+def make(directory: str, seed: int = 1, hybrid: bool = False) -> str:
+    """Writes the model to a directory and returns it."""
     os.makedirs(directory, exist_ok=True)
     with open(os.path.join(directory, "config.json"), "w") as f:
-        json.dump({**CONFIG, **changes}, f)
+        json.dump(HYBRID if hybrid else CONFIG, f)
     g = torch.Generator().manual_seed(seed)
 
     def w(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=g) * (1.5 / shape[-1] ** 0.5)
 
-    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=g),
-               "lm_head.weight": w(VOCABULARY, HIDDEN), "model.norm.weight": torch.ones(HIDDEN)}
+    # Gemma's norms multiply by one more than their weight.
+    norm = torch.zeros if hybrid else torch.ones
+    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=g), "model.norm.weight": norm(HIDDEN)}
+    if not hybrid:
+        tensors["lm_head.weight"] = w(VOCABULARY, HIDDEN)
     for i in range(LAYERS):
         p = f"model.layers.{i}."
         tensors.update({
             p + "self_attn.q_proj.weight": w(HEADS * HEAD, HIDDEN), p + "self_attn.k_proj.weight": w(KV_HEADS * HEAD, HIDDEN),
             p + "self_attn.v_proj.weight": w(KV_HEADS * HEAD, HIDDEN), p + "self_attn.o_proj.weight": w(HIDDEN, HEADS * HEAD),
             p + "mlp.gate_proj.weight": w(INNER, HIDDEN), p + "mlp.up_proj.weight": w(INNER, HIDDEN),
-            p + "mlp.down_proj.weight": w(HIDDEN, INNER), p + "input_layernorm.weight": torch.ones(HIDDEN),
-            p + "post_attention_layernorm.weight": torch.ones(HIDDEN)})
+            p + "mlp.down_proj.weight": w(HIDDEN, INNER), p + "input_layernorm.weight": norm(HIDDEN),
+            p + "post_attention_layernorm.weight": norm(HIDDEN)})
+        if hybrid:
+            tensors.update({p + "self_attn.q_norm.weight": norm(HEAD), p + "self_attn.k_norm.weight": norm(HEAD),
+                            p + "pre_feedforward_layernorm.weight": norm(HIDDEN),
+                            p + "post_feedforward_layernorm.weight": norm(HIDDEN)})
     save_file(tensors, os.path.join(directory, "model.safetensors"))
     return directory

@@ -3,7 +3,7 @@ engines.
 
     {"do": "generate", "prompts": [[...], ...], "tokens": n, ...}  ->  {"outputs": [{"tokens": [...], "cached": n}, ...]}
     {"do": "reset"}    forgets the engine's own cache of prefixes
-    {"do": "metrics"}  ->  the counters of the connector
+    {"do": "metrics"}  ->  the counters of the connector, and of preemptions
     {"do": "end"}
 """
 
@@ -11,6 +11,8 @@ import json
 import os
 import sys
 from typing import Any, Dict
+
+PREEMPTIONS = "vllm:num_preemptions"
 
 
 def main() -> None:
@@ -38,7 +40,7 @@ def main() -> None:
         elif order["do"] == "reset":
             answer({"reset": llm.reset_prefix_cache()})
         elif order["do"] == "metrics":
-            answer({m.name: getattr(m, "value", None) for m in llm.get_metrics() if "tuttifs" in m.name})
+            answer({m.name: m.value for m in llm.get_metrics() if "tuttifs" in m.name or m.name == PREEMPTIONS})
         else:
             break
     shutdown = getattr(llm.llm_engine.engine_core, "shutdown", None)

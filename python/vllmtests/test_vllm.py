@@ -21,7 +21,7 @@ from volume import IDENTITY, SESSION, Volume, need_mount
 
 import tuttifs
 
-TOKENS = 12
+TOKENS, MANY = 12, 120
 
 
 def prompt(seed: int, length: int) -> List[int]:
@@ -65,6 +65,7 @@ class Restored(unittest.TestCase):
         cls.volume = cls.enterClassContext(Volume())
         with cls.engine("reference", enable_prefix_caching=False) as e:
             cls.tokens = dict(zip(PROMPTS, (o["tokens"] for o in e.ready().generate(list(PROMPTS.values()), TOKENS))))
+            cls.many = [o["tokens"] for o in e.generate([PROMPTS["away"], PROMPTS["tenant"]], MANY)]
             e.end()
 
     @classmethod
@@ -96,7 +97,7 @@ class Restored(unittest.TestCase):
             self.survives_damage(e)
             self.survives_the_daemon(e)
             self.survives_a_full_volume(e)
-            self.assertEqual(e.count("tainted_files"), 0)
+            self.assertEqual(e.count("tuttifs_tainted_files"), 0)
             e.reset()
             self.same(e, "odd", "branch")
             eventually(self.settled, "stores that end")
@@ -109,7 +110,7 @@ class Restored(unittest.TestCase):
         self.stored(files)
         e.reset()
         self.assertEqual(self.same(e, *first), {n: whole(PROMPTS[n]) for n in first})
-        self.assertEqual(e.count("hit_tokens"), sum(whole(PROMPTS[n]) for n in first))
+        self.assertEqual(e.count("tuttifs_hit_tokens"), sum(whole(PROMPTS[n]) for n in first))
         # What a branch shares with a prompt, 150 tokens, are two files. It is stored once.
         e.reset()
         self.assertEqual(self.same(e, "branch"), {"branch": 128})
@@ -135,11 +136,11 @@ class Restored(unittest.TestCase):
         self.damage("damage", 2)
         e.reset()
         self.same(e, "damage")
-        self.assertEqual(e.count("failed_files"), 1)
+        self.assertEqual(e.count("tuttifs_failed_files"), 1)
         self.stored(before + computed(PROMPTS["damage"]))  # what was damaged is computed again, and stored
         e.reset()
         self.assertEqual(self.same(e, "damage"), {"damage": whole(PROMPTS["damage"])})
-        self.assertEqual(e.count("failed_files"), 1)
+        self.assertEqual(e.count("tuttifs_failed_files"), 1)
 
     def damage(self, name: str, file: int) -> None:
         """Flips a bit in the first object of a prompt's file, on its drive."""
@@ -204,7 +205,8 @@ class Restored(unittest.TestCase):
         port = events.bind_to_random_port("tcp://127.0.0.1")
         told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
         with self.engine("two", async_scheduling=True, kv_events_config=told, **connector(self.volume.path)) as a, \
-                self.engine("three", async_scheduling=False, **connector(self.volume.path)) as b:
+                self.engine("three", async_scheduling=False, max_model_len=352, num_gpu_blocks_override=13,
+                            **connector(self.volume.path)) as b:
             for e in (a.ready(), b.ready()):
                 self.assertEqual(self.same(e, "odd", "branch"), {n: whole(PROMPTS[n]) for n in ("odd", "branch")})
             before = self.files()
@@ -212,11 +214,24 @@ class Restored(unittest.TestCase):
             self.stored(before + computed(PROMPTS["other"]))
             self.assertEqual(self.same(b, "other"), {"other": whole(PROMPTS["other"])})
             self.assertEqual(self.files(), before + computed(PROMPTS["other"]))
+            self.preempts(b)
             self.same(a, "odd")  # events are taken along by the next step
             wanted = set(tuttifs.keys(PROMPTS["other"], FILE))
             eventually(lambda: wanted <= self.stored_events(events), "events of what was stored")
             a.end()
             b.end()
+
+    def preempts(self, e: Engine) -> None:
+        """Two requests outgrow the engine's blocks: one gives its own back, and comes again."""
+        before = e.count("num_preemptions")
+        e.reset()
+        outputs = e.generate([PROMPTS["away"], PROMPTS["tenant"]], MANY)
+        self.assertGreater(e.count("num_preemptions"), before)
+        self.assertEqual([o["tokens"] for o in outputs], self.many)
+        e.reset()
+        outputs = e.generate([PROMPTS["away"], PROMPTS["tenant"]], MANY)
+        self.assertEqual([o["tokens"] for o in outputs], self.many)
+        self.assertEqual([o["cached"] for o in outputs], [whole(PROMPTS["away"]), whole(PROMPTS["tenant"])])
 
     seen: Set[bytes] = set()
 
@@ -232,11 +247,11 @@ class Restored(unittest.TestCase):
         with self.engine("layerwise", **connector(self.volume.path, layerwise=True)) as e:
             e.ready()
             self.assertEqual(self.same(e, "odd", "other"), {n: whole(PROMPTS[n]) for n in ("odd", "other")})
-            self.assertEqual(e.count("failed_files"), 0)
+            self.assertEqual(e.count("tuttifs_failed_files"), 0)
             self.damage("odd", 1)
             e.reset()
             self.same(e, "odd", "other")  # the step that loads is the one that fails, and is done again
-            self.assertEqual(e.count("failed_files"), 1)
+            self.assertEqual(e.count("tuttifs_failed_files"), 1)
             e.end()
 
     def test_4_two_ranks(self) -> None:
@@ -248,6 +263,24 @@ class Restored(unittest.TestCase):
             self.stored(before + computed(PROMPTS["odd"]) + computed(PROMPTS["long"]))
             e.reset()
             self.assertEqual(self.same(e, "odd", "long"), {n: whole(PROMPTS[n]) for n in ("odd", "long")})
+            e.end()
+
+    def test_5_hybrid(self) -> None:
+        """Layers with a window, and layers without: a prefix hits where both groups have what the next token needs."""
+        hybrid = model.make(os.path.join(self.dir, "hybrid"), hybrid=True)
+        with Engine(hybrid, os.path.join(self.dir, "hybrid.log"), **connector(self.volume.path)) as e:
+            e.ready()
+            before, prompts = self.files(), [PROMPTS[n] for n in ("odd", "long", "short")]
+            computing = e.generate(prompts, TOKENS)
+            self.assertEqual([o["cached"] for o in computing], [0, 0, 0])
+            # Each group has its own files.
+            self.stored(before + 2 * sum(computed(PROMPTS[n]) for n in ("odd", "long", "short")))
+            e.reset()
+            restored = e.generate(prompts, TOKENS)
+            self.assertEqual([o["cached"] for o in restored], [whole(p) for p in prompts])
+            self.assertEqual([o["tokens"] for o in restored], [o["tokens"] for o in computing])
+            # Of 320 tokens the window's group loads its last two files.
+            self.assertEqual(e.count("tuttifs_loaded_files"), (whole(PROMPTS["odd"]) + whole(PROMPTS["long"])) // FILE + 2 + 2)
             e.end()
 
 

@@ -243,7 +243,7 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduling is None:
-            return Metadata(Step(0, 0, None, [], []))
+            return Metadata(Step(0, 0, None, None, [], []))
         scheduled = scheduler_output.num_scheduled_tokens if self._stores else {}
         return Metadata(self._scheduling.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from .files import Group
 
@@ -73,7 +73,8 @@ class Step:
 
     number: int
     settled: int  # the last step whose report the scheduler has had
-    attached: Any  # Attached, or None while there is no mount
+    token: Optional[bytes]  # of the session, None while there is no mount
+    attached: Optional[Attached]  # what that session has: told once, and kept by the ranks
     loads: List[Load]
     stores: List[Store]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 import logging
 import os
@@ -98,6 +99,7 @@ class Scheduling:
         self._steps: Deque[Tuple[int, List[str]]] = collections.deque()  # loads that end with their step
         self._stores: Dict[int, Store] = {}  # under way
         self._step, self._settled = 0, 0
+        self._told: Optional[bytes] = None  # the session that the ranks know of
         self._announced: "collections.OrderedDict[Tuple[int, bytes], bool]" = collections.OrderedDict()
         self._events: List[Any] = []
         self._adapters: Dict[Tuple[str, str], Optional[bytes]] = {}
@@ -220,10 +222,12 @@ class Scheduling:
                 if store is not None:
                     stores.append(store)
                     self._stores[store.number] = store
-        attached = None if end is None else Attached(end.token, self.file_tokens, self.specs)
+        token, attached = None if end is None else end.token, None
+        if token is not None and token != self._told:
+            attached, self._told = Attached(token, self.file_tokens, self.specs), token
         loads, self._loads = self._loads, []
         self._steps.append((self._step, [load.request for load in loads if load.wait]))
-        return Step(self._step, self._settled, attached, loads, stores)
+        return Step(self._step, self._settled, token, attached, loads, stores)
 
     def _store(self, request: str, tokens: int,
                tables: Callable[[str], Optional[Sequence[Sequence[int]]]]) -> Optional[Store]:
@@ -319,14 +323,15 @@ class Scheduling:
 
 def digest_of_files(path: str) -> Optional[bytes]:
     """The SHA-256 of all files in a directory, of their names and contents; None where there are none."""
-    import hashlib
     whole = hashlib.sha256()
     try:
         names = sorted(n for n in os.listdir(path) if os.path.isfile(os.path.join(path, n)))
         for name in names:
+            content = hashlib.sha256()
             with open(os.path.join(path, name), "rb") as f:
-                content = hashlib.file_digest(f, "sha256").digest()
-            whole.update(len(name.encode()).to_bytes(8, "little") + name.encode() + content)
+                while piece := f.read(1 << 20):
+                    content.update(piece)
+            whole.update(len(os.fsencode(name)).to_bytes(8, "little") + os.fsencode(name) + content.digest())
     except OSError:
         return None
     return whole.digest() if names else None

@@ -231,6 +231,7 @@ class Worker:
         self._stream = torch.cuda.Stream(caches.device) if self._cuda else None
         self._lock = threading.Lock()
         self._end: Optional[End] = None
+        self._attached: Optional[Attached] = None  # what the scheduler has told of its session
         self._lost = b""  # the token of a session that is no more
         self._loader = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-load")
         self._storer = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-store")
@@ -243,12 +244,13 @@ class Worker:
 
     # The session
 
-    def _attach(self, attached: Optional[Attached]) -> Optional[End]:
+    def _attach(self, step: Step) -> Optional[End]:
         """The end of the scheduler's session, joined if it is a new one."""
         with self._lock:
-            if attached is None or attached.token == self._lost:
+            attached = self._attached = step.attached or self._attached
+            if step.token is None or step.token == self._lost or attached is None:
                 return None
-            if self._end is not None and self._end.token == attached.token:
+            if self._end is not None and self._end.token == step.token:
                 return self._end
             old, self._end = self._end, None
             if old is not None:
@@ -273,7 +275,7 @@ class Worker:
     # A step, in the order of vLLM's calls
 
     def start_loads(self, step: Step) -> None:
-        end = self._attach(step.attached)
+        end = self._attach(step)
         behind = self._record() if step.loads else None  # what may still read or zero the blocks
         for load in step.loads:
             progress = Progress() if load.wait else None
@@ -292,7 +294,7 @@ class Worker:
             if done.result().first_failed >= 0:
                 self._tainted = step.number
         self._waiting.clear()
-        end = self._attach(step.attached) if step.stores else None
+        end = self._attach(step) if step.stores else None
         for store in step.stores:
             if not self.writes:
                 continue  # another rank says what becomes of it
