@@ -1,7 +1,6 @@
 package daemon
 
 import (
-	"os"
 	"errors"
 	"fmt"
 	"maps"
@@ -374,7 +373,7 @@ func (m *member) block(lane, d int) []byte {
 // startPollers starts the threads that serve the member's queues. The caller holds setup.
 func (m *member) startPollers() error {
 	for i := range min(m.c.o.Pollers, len(m.lanes)) {
-		p, err := emu.NewPoller(emu.PollerConfig{Spin: spinEnv(), Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
+		p, err := emu.NewPoller(emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
 			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)})
 		if err != nil {
 			return fmt.Errorf("daemon: poller: %w", err)
@@ -404,5 +403,3 @@ func (m *member) allAcks() map[uint16]uint64 {
 	defer m.acksMu.Unlock()
 	return maps.Clone(m.acks)
 }
-
-func spinEnv() time.Duration { d, _ := time.ParseDuration(os.Getenv("SPIN")); return d }

@@ -140,12 +140,17 @@ func (p *Pool) Pin(tenant uint32, request uint64, keys []Key, grants []Grant) (i
 	for begin := 0; begin < len(keys); parts++ {
 		part := keys[begin:min(begin+most, len(keys))]
 		var n int
+		held := parts // of this call: an id that others have is refused, and what they pinned stays theirs
 		err := p.control.retry(func() (err error) {
-			n, err = p.pin(tenant, partID(request, parts), part, grants[begin:])
-			return err
+			var generation uint64
+			if n, generation, err = p.pin(tenant, partID(request, parts), part, grants[begin:]); err != nil {
+				return err
+			}
+			held = parts + 1
+			return p.follow(generation)
 		})
 		if err != nil {
-			_ = p.releaseParts(request, parts+1)
+			_ = p.releaseParts(request, held)
 			return 0, err
 		}
 		pinned, begin = pinned+n, begin+len(part)
@@ -158,15 +163,7 @@ func (p *Pool) Pin(tenant uint32, request uint64, keys []Key, grants []Grant) (i
 	return pinned, nil
 }
 
-func (p *Pool) pin(tenant uint32, request uint64, keys []Key, grants []Grant) (int, error) {
-	n, generation, err := p.pinLocked(tenant, request, keys, grants)
-	if err != nil {
-		return 0, err
-	}
-	return n, p.follow(generation)
-}
-
-func (p *Pool) pinLocked(tenant uint32, request uint64, keys []Key, grants []Grant) (int, uint64, error) {
+func (p *Pool) pin(tenant uint32, request uint64, keys []Key, grants []Grant) (int, uint64, error) {
 	c := p.control
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -131,6 +131,9 @@ func (f *fakeMount) Pin(a *ioctl.Pin) error {
 	if f.bad != nil {
 		return f.bad
 	}
+	if f.refused != 0 && a.Request == f.refused {
+		return ioctl.EINVAL
+	}
 	n := f.prefix(a.Keys)
 	f.pins[a.Request] = n
 	f.grants(a.Grants, n, ioctl.GrantPinned)
@@ -260,6 +263,30 @@ func TestMapFollowsGenerations(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	require.EqualValues(t, 9, p.extents.Load().Generation())
+}
+
+// A pin that is refused releases what it has pinned itself, and nothing that was pinned before.
+func TestRefusedPin(t *testing.T) {
+	p, f, _ := newPool(t, 4096)
+	all := keys(500)
+	for _, k := range all {
+		f.present[k] = true
+	}
+	grants := make([]Grant, len(all))
+	n, err := p.Pin(0, 1, all[:3], grants)
+	require.NoError(t, err)
+	require.Equal(t, 3, n)
+	f.refused = partID(1, 0) // the id has other keys
+	_, err = p.Pin(0, 1, all[3:6], grants)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.Len(t, f.pins, 1, "the first pin is as it was")
+	require.NoError(t, p.Release(1))
+	require.Empty(t, f.pins)
+
+	f.refused = partID(2, 3)
+	_, err = p.Pin(0, 2, all, grants)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.Empty(t, f.pins, "what this one had pinned is released")
 }
 
 // Batches larger than the arena are cut and act as one.
