@@ -33,7 +33,7 @@ type fakeMount struct {
 	pins       map[uint64]int
 	reserved   map[uint64]int
 	others     map[uint64]bool // reservations that another rank made
-	refused    uint64          // a reservation of another rank for other items
+	refused    uint64          // a request whose id has other keys or items
 	aborts     []uint64
 	room       int // items that still fit
 	busy       int // EAGAINs before a reserve succeeds
