@@ -8,7 +8,7 @@ dir=$1
 [ ! -e "$dir/ready" ] || exit 0
 cannot() { echo "$*"; exit 3; }
 [ "$(uname -m)" = x86_64 ] || cannot "the emulated machine is an x86-64 one, and its programs are built here: this is $(uname -m)"
-command -v apt-get >/dev/null && command -v dpkg >/dev/null || cannot "no apt-get here: QEMU and the kernel come from Debian's packages"
+command -v apt-get >/dev/null && command -v dpkg >/dev/null || cannot "no apt-get here: QEMU and the kernel are Debian's packages"
 # shellcheck disable=SC1091 # not ours
 codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
 

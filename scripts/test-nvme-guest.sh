@@ -104,8 +104,8 @@ replay='tuttifs replay --scale 1024'
 state() { tuttifs drive list /mnt/kv | grep -q "^$1  *$2 "; }
 # files N: so many are there, or more.
 files() { [ "$(find /mnt/kv/*/blocks -type f | wc -l)" -ge "$1" ]; }
-# dead PROCESS: it has given everything back.
-dead() { ! readlink "/proc/$1/exe"; }
+# dead PROCESS: it has given everything back; the last of its threads does.
+dead() { [ ! -e "/proc/$1" ] || { grep -q '^State:.Z' "/proc/$1/status" && [ "$(ls "/proc/$1/task" | wc -l)" = 1 ]; }; }
 # daemon: its process.
 daemon() { pidof tuttifs | tr ' ' '\n' | sort -n | head -n 1; }
 
@@ -131,9 +131,11 @@ conformance() {
   drivers vfio-pci
   must tuttifs drives check
   says '4 groups can be opened'
-  TUTTIFS_NVME=$A,$B,$C/1,$C/2@10240+128,$D/1,$D/2 timeout 150 vfio.test -test.v -test.run '^TestHardware$' >/tmp/out 2>&1 ||
+  # Its own limit is that of the machine.
+  TUTTIFS_NVME=$A,$B,$C/2@10240+128,$D/2 vfio.test -test.v -test.run '^TestHardware$' >/tmp/out 2>&1 ||
     { grep -v -e '^=== ' -e '--- PASS' /tmp/out; fail "the suite does not pass"; }
-  grep -e '^    --- ' -e '--- SKIP' /tmp/out
+  grep '^    --- ' /tmp/out
+  echo "skipped: $(sed -n 's,.*--- SKIP: [^ ]*/\([A-Za-z]*\) .*,\1,p' /tmp/out | sort | uniq -c | tr -s ' \n' ' ')"
   drivers nvme
 }
 

@@ -1,12 +1,12 @@
 #!/bin/bash
-# test-nvme.sh PROGRAMS QEMU [STEP,...]: boots a Debian kernel in an emulated machine with four NVMe controllers of different shapes behind an
-# IOMMU, and runs test-nvme-guest.sh there as init, with the static programs of the directory PROGRAMS. QEMU is where need-qemu.sh
-# puts QEMU and a kernel. STEPs are functions of test-nvme-guest.sh; without any, all are run, and then the images of the drives are
-# checked here, where no driver of anybody stands between.
+# test-nvme.sh PROGRAMS QEMU [STEP,...]: boots a Debian kernel in an emulated machine with four NVMe controllers of different shapes
+# behind an IOMMU, and runs test-nvme-guest.sh there as init, with the static programs of the directory PROGRAMS. QEMU is where
+# need-qemu.sh puts QEMU and a kernel. STEPs are functions of test-nvme-guest.sh; without any, all are run, and then the images of the
+# drives are checked here, where no driver of anybody stands between.
 # Ends within the limit, and leaves nothing behind, whatever ends it: not even SIGKILL.
 set -euo pipefail
 programs=$1 cache=$2 steps=${3:-conformance,volume,errors,faults}
-limit=290 # seconds; emulation is slow, and the machine may be busy
+limit=${TUTTIFS_NVME_LIMIT:-290} # seconds; on a machine of its own half of it is enough
 scripts=$(cd "$(dirname "$0")" && pwd)
 fail() { echo "test-nvme: $*" >&2; exit 1; }
 
@@ -15,8 +15,12 @@ flock "$cache.lock" "$scripts/need-qemu.sh" "$cache" || status=$?
 [ $status != 3 ] || { echo "test-nvme: SKIPPED, QEMU cannot be had: see above"; exit 0; }
 [ $status = 0 ] || exit $status
 root=$(cd "$cache/root" && pwd)
+# Debian 13 has moved them.
 modules=$(echo "$root"/lib/modules/*)
+[ -d "$modules" ] || modules=$(echo "$root"/usr/lib/modules/*)
 version=${modules##*/}
+busybox=$root/bin/busybox
+[ -x "$busybox" ] || busybox=$root/usr/bin/busybox
 
 # The keeper outlives everything else: it ends the machine at the limit and removes what is left as soon as nobody holds the other end
 # of its pipe. It is in a process group of its own, where signals for this script do not reach it.
@@ -41,7 +45,7 @@ trap 'exit 130' INT TERM
 
 # The initial ramdisk is all that the machine runs from.
 mkdir -p "$work/init"/{bin,modules,proc,sys,dev}
-cp "$root/bin/busybox" "$programs"/* "$work/init/bin/"
+cp "$busybox" "$programs"/* "$work/init/bin/"
 install -m 0755 "$scripts/test-nvme-guest.sh" "$work/init/init"
 # In the order in which they need each other. Some are built in, or do not exist, in other kernels.
 n=0
@@ -54,7 +58,7 @@ for m in irqbypass iommufd vfio vfio_virqfd vfio_iommu_type1 vfio-pci-core vfio-
   *) cp "$ko" "$work/init/modules/$n-$m.ko" ;;
   esac
 done
-(cd "$work/init" && find . | "$root/bin/busybox" cpio -o -H newc 2>/dev/null) >"$work/initrd"
+(cd "$work/init" && find . | "$busybox" cpio -o -H newc 2>/dev/null) >"$work/initrd"
 
 # The drives: a name, megabytes.
 drives=(a0 96 b0 96 c0 96 c1 64 d0 96 d1 64 d2 16)
@@ -95,12 +99,13 @@ controllers=(
   -device nvme-ns,id=D2,bus=D,drive=d1,nsid=2,logical_block_size=4096,physical_block_size=4096
   -device nvme-ns,id=D5,bus=D,drive=d2,nsid=5
 )
+kernel="console=ttyS0 quiet loglevel=3 panic=-1 intel_iommu=on mitigations=off nokaslr random.trust_cpu=on nvme_core.multipath=N"
 machine=(
   -machine q35,kernel-irqchip=split -accel tcg,thread=single -cpu max -smp 1 -m 768
   -nodefaults -no-user-config -display none -no-reboot -L "$root/usr/share/qemu" -L "$root/usr/share/seabios"
   -device intel-iommu,intremap=on,aw-bits=39
   -kernel "$root/boot/vmlinuz-$version" -initrd "$work/initrd"
-  -append "console=ttyS0 quiet loglevel=3 panic=-1 intel_iommu=on mitigations=off nokaslr random.trust_cpu=on nvme_core.multipath=N steps=$steps"
+  -append "$kernel steps=$steps"
   -serial stdio
   # The guest's second serial line is the machine's monitor.
   -chardev "socket,id=line,path=$work/monitor,server=on,wait=off" -serial chardev:line
