@@ -79,10 +79,17 @@ class Restored(unittest.TestCase):
             self.assertEqual(o["tokens"], self.tokens[n], n)
         return {n: o["cached"] for n, o in zip(names, outputs)}
 
+    def names(self) -> List[str]:
+        """The files that the engines have stored: in pools of their own, by the mount's own account."""
+        return [name for pool in os.listdir(self.volume.path) if pool.startswith("vllm-")
+                for _, _, names in os.walk(os.path.join(self.volume.path, pool, "blocks")) for name in names]
+
     def files(self) -> int:
-        """Files that the engines have stored: in pools of their own, by the mount's own account."""
-        return sum(len(names) for pool in os.listdir(self.volume.path) if pool.startswith("vllm-")
-                   for directory, _, names in os.walk(os.path.join(self.volume.path, pool, "blocks")))
+        return len(self.names())
+
+    def has(self, name: str) -> bool:
+        """Whether all of a prompt is stored."""
+        return {k.hex() for k in tuttifs.keys(PROMPTS[name], FILE)} <= set(self.names())
 
     def stored(self, files: int) -> None:
         """Waits until so many files are stored, of which there must not be more."""
@@ -100,7 +107,7 @@ class Restored(unittest.TestCase):
             self.assertEqual(e.count("tuttifs_tainted_files"), 0)
             e.reset()
             self.same(e, "odd", "branch")
-            eventually(self.settled, "stores that end")
+            eventually(lambda: self.has("odd") and self.has("branch"), "what the next engines look for")
             e.kill()
 
     def restores(self, e: Engine) -> None:
