@@ -65,8 +65,8 @@ func TestGPUSeesCompute(t *testing.T) {
 	})
 }
 
-// TestGPUHostAhead: an engine that tells of whole passes before the device has begun them, restoring in one and storing in
-// the next: everything arrives, deferred writes go, and the scheduler ends where the device does.
+// TestGPUHostAhead: an engine that tells of whole passes before the device has begun them, restoring in one and storing
+// in the next: everything arrives, deferred writes go, and the scheduler ends where the device does.
 func TestGPUHostAhead(t *testing.T) {
 	const passes = 8
 	eachWorld(t, func(t *testing.T, w *world, polling bool) {
