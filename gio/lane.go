@@ -12,9 +12,6 @@ import (
 	"tuttifs/nvme"
 )
 
-// namespace is the only one that queue pairs of a drive address.
-const namespace = 1
-
 // lane is one set of queue pairs, one per drive, for one chunk in flight in one direction.
 type lane struct {
 	ring      *Ring
@@ -51,6 +48,8 @@ type laneQueue struct {
 	sqTail, cqHead *uint32
 	mask           uint32
 	lbaShift       uint8 // of units: 0 or 3
+	device         bool  // doorbells are registers
+	namespace      uint32
 	tail, head     uint32
 	phase          uint32 // of the entry at head
 
@@ -77,7 +76,16 @@ func (q *laneQueue) attach(c *Queue) {
 	*q = laneQueue{
 		sq: c.Memory.SQ, cq: c.Memory.CQ, sqTail: c.Memory.SQTail, cqHead: c.Memory.CQHead,
 		mask: uint32(depth - 1), lbaShift: uint8(bits.TrailingZeros(uint(pageBytes / c.LBABytes))), phase: 1,
-		firstID: q.firstID, slots: make([]command, depth),
+		firstID: q.firstID, slots: make([]command, depth), device: c.Device, namespace: max(c.Namespace, 1),
+	}
+}
+
+// ring writes a doorbell, after everything that it announces. An atomic store would lock the bus on a register.
+func (q *laneQueue) ring(doorbell *uint32, value uint32) {
+	if q.device {
+		nvme.StoreRegister(doorbell, value)
+	} else {
+		atomic.StoreUint32(doorbell, value)
 	}
 }
 
@@ -156,14 +164,14 @@ func (l *lane) build(t *ringTicket, index int) (fits bool, err error) {
 		if address, cell, fits, err = l.place(t, ctx, n); !fits || err != nil {
 			return fits, err
 		}
-		nvme.BuildRW(sqe, t.write, cid, namespace, unit<<q.lbaShift, units<<q.lbaShift)
+		nvme.BuildRW(sqe, t.write, cid, q.namespace, unit<<q.lbaShift, units<<q.lbaShift)
 		if l.ring.config.SGL {
 			sqe.SetSGLDescriptor(nvme.MakeSGL(nvme.SGLDataBlock, address, n))
 		} else {
 			l.ring.prp.put(sqe, address, n)
 		}
 	} else if ctx.Flags == FlagFlush && t.write {
-		nvme.BuildFlush(sqe, cid, namespace)
+		nvme.BuildFlush(sqe, cid, q.namespace)
 	} else {
 		return true, fmt.Errorf("%w: flags %#x", ErrInvalid, ctx.Flags)
 	}
@@ -243,7 +251,7 @@ func (l *laneQueues) advanceTails() {
 		if q := &l.queues[d]; q.count > 0 {
 			q.tail = (q.tail + q.count) & q.mask
 			q.arrived = false
-			atomic.StoreUint32(q.sqTail, q.tail)
+			q.ring(q.sqTail, q.tail)
 		}
 	}
 }
@@ -366,7 +374,7 @@ func (q *laneQueue) advance() {
 		q.head &= q.mask
 		q.phase ^= 1
 	}
-	atomic.StoreUint32(q.cqHead, q.head)
+	q.ring(q.cqHead, q.head)
 	q.firstID += uint16(q.count)
 	q.count = 0
 }

@@ -13,9 +13,11 @@ import (
 
 // Queue is one queue pair of a lane, with the drive's LBA size.
 type Queue struct {
-	Memory   nvme.QueueMemory
-	Drive    uint16
-	LBABytes int
+	Memory    nvme.QueueMemory
+	Drive     uint16
+	LBABytes  int
+	Namespace uint32 // that its commands are for; 0 means 1
+	Device    bool   // the doorbells are registers of an SSD, not memory
 }
 
 // RingConfig of an executor.

@@ -24,10 +24,15 @@ func (ses *session) reservation(g *Group, reserve uint64) (*reservation, error) 
 // object of that rank was not written: such a file is given up in all pools, with what hangs on it, and every rank's
 // ticket says so; the others go on, so the ticket comes with this error too. ErrAgain: the journal has no room now,
 // commit again.
-func (m *Member) Commit(g *Group, reserve uint64, rank uint16) (*extentmap.Ticket, error) {
+func (m *Member) Commit(g *Group, reserve uint64, rank uint16) (t *extentmap.Ticket, err error) {
 	if err := checkBatch(g, 0, 0, 0); err != nil {
 		return nil, err
 	}
+	defer func() {
+		if errors.Is(err, ErrNotFound) {
+			m.letGo(&requestKey{g.id, reserve}) // it ended before, and the member writes to it no more
+		}
+	}()
 	if err := m.lock(); err != nil {
 		return nil, err
 	}
@@ -48,10 +53,12 @@ func (m *Member) Commit(g *Group, reserve uint64, rank uint16) (*extentmap.Ticke
 	}
 	r.g.lock()
 	defer r.g.unlock()
+	r.vouch(m, rank)
 	var incomplete bool
 	if r.left > 1 {
 		incomplete = r.dropIncomplete(rank)
 	} else {
+		r.release()
 		// The other ranks too: a write that was in flight when they committed may have failed since.
 		incomplete = r.endWrites()
 		for other := range r.committed {
@@ -67,6 +74,27 @@ func (m *Member) Commit(g *Group, reserve uint64, rank uint16) (*extentmap.Ticke
 		return r.ticket, ErrIncomplete
 	}
 	return r.ticket, nil
+}
+
+// vouch marks a rank's objects on the drives that the member vouches for as written.
+func (r *reservation) vouch(m *Member, rank uint16) {
+	if len(m.vouch) == 0 || r.ses.s.o.NoIO {
+		return
+	}
+	for i := range r.items {
+		for j, p := range r.g.pools {
+			f := r.file(i, j)
+			if f.status != GrantNew || int(rank) >= len(p.rankObjects) {
+				continue
+			}
+			for _, o := range p.rankObjects[rank] {
+				if drive, _, _, ok := p.m.Extent(f.slot, o); ok && m.vouch[drive] {
+					f.flush.Or(1 << (drive & accessDriveMask))
+					f.written[o/64].Or(1 << (o % 64))
+				}
+			}
+		}
+	}
 }
 
 // dropIncomplete gives up the files of which a rank has objects that were not written.
@@ -120,6 +148,36 @@ func (r *reservation) lease(p *Pool, f *resFile) *lease {
 	return r.ses.leases.get(leaseKey(p.m.ID(), f.slot))
 }
 
+// keep holds a lease that is about to end for the members that may be writing to its slot unseen. Once all ranks have
+// committed there are none.
+func (r *reservation) keep(l *lease) {
+	if r.quiet {
+		return
+	}
+	for _, m := range r.members {
+		if m.vouch == nil || m == r.ender || m.closed.Load() || !l.enter(leaseWrite) {
+			continue
+		}
+		if m.held == nil {
+			m.held = map[requestKey][]*lease{}
+		}
+		m.held[r.k] = append(m.held[r.k], l)
+	}
+}
+
+// release ends what members hold of it: all ranks have said that they have written what they will.
+func (r *reservation) release() {
+	r.quiet = true
+	for _, m := range r.members {
+		for _, l := range m.held[r.k] {
+			if l.claim() {
+				r.ses.unlease(l)
+			}
+		}
+		delete(m.held, r.k)
+	}
+}
+
 // drop gives one item up in all pools.
 func (r *reservation) drop(i int) {
 	held := false
@@ -132,7 +190,9 @@ func (r *reservation) drop(i int) {
 		f.status = GrantNone
 		delete(p.pending, r.items[i].Key)
 		p.count.aborted.Add(1)
-		if l := r.lease(p, f); l.end() {
+		l := r.lease(p, f)
+		r.keep(l)
+		if l.end() {
 			r.ses.unlease(l)
 		}
 	}
@@ -279,6 +339,7 @@ func (m *Member) Abort(g *Group, reserve uint64) error {
 	if err := checkBatch(g, 0, 0, 0); err != nil {
 		return err
 	}
+	defer m.letGo(&requestKey{g.id, reserve})
 	if err := m.lock(); err != nil {
 		return err
 	}
@@ -290,14 +351,15 @@ func (m *Member) Abort(g *Group, reserve uint64) error {
 	if r.state != reserveOpen {
 		return fmt.Errorf("%w: reservation %d is committed or about to be", ErrLease, reserve)
 	}
-	m.ses.abort(r, fmt.Errorf("%w: reservation %d was aborted", ErrNotFound, reserve))
+	m.ses.abort(r, m, fmt.Errorf("%w: reservation %d was aborted", ErrNotFound, reserve))
 	return nil
 }
 
-// abort ends an open reservation; the session's mutex is held, no pool's is.
-func (ses *session) abort(r *reservation, reason error) {
+// abort ends an open reservation, by a member's doing or by nobody's; the session's mutex is held, no pool's is.
+func (ses *session) abort(r *reservation, by *Member, reason error) {
 	r.g.lock()
 	defer r.g.unlock()
+	r.ender = by
 	for i := range r.items {
 		r.drop(i)
 	}

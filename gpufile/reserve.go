@@ -46,6 +46,8 @@ type reservation struct {
 	left      int    // ranks that have not committed
 	dropped   int    // items given up because a rank did not write them
 	ticket    *extentmap.Ticket
+	ender     *Member // who aborts it, if anybody does
+	quiet     bool    // all ranks have said that they are done with writing
 }
 
 // resFile is one pool's part of an item.

@@ -60,6 +60,10 @@ type requestKey struct {
 type Member struct {
 	ses    *session
 	closed atomic.Bool
+
+	// Guarded by the session's mutex.
+	vouch map[uint16]bool         // drives that it writes to unseen; nil for none
+	held  map[requestKey][]*lease // that it may be writing to, though the reservation has ended
 }
 
 // NewSession makes a session with one member.
@@ -126,6 +130,34 @@ func (m *Member) AdmitAll() {
 	m.ses.admitAll = true
 }
 
+// Vouch makes the member's word count for the drives that it names: its commands to them go past Authorize and Complete,
+// so objects there are written when it commits. What it may still be writing when a reservation ends without its doing
+// is given to nobody else before it commits or aborts that reservation too, or is closed, its queues being gone.
+func (m *Member) Vouch(drives []uint16) {
+	m.ses.mu.Lock()
+	defer m.ses.mu.Unlock()
+	m.vouch = map[uint16]bool{}
+	for _, d := range drives {
+		m.vouch[d] = true
+	}
+}
+
+// letGo ends what a vouching member holds of reservations that ended under it: of one, or of all.
+func (m *Member) letGo(only *requestKey) {
+	m.ses.mu.Lock()
+	var leases []*lease
+	for k, held := range m.held {
+		if only == nil || k == *only {
+			leases = append(leases, held...)
+			delete(m.held, k)
+		}
+	}
+	m.ses.mu.Unlock()
+	for _, l := range leases {
+		l.leave(m.ses)
+	}
+}
+
 // lock takes the session's mutex; it fails for a member that has left.
 func (m *Member) lock() error {
 	m.ses.mu.Lock()
@@ -153,11 +185,12 @@ func (m *Member) Close() {
 	}
 	for _, r := range ses.reservations {
 		if r.state == reserveOpen && (last || r.has(m)) {
-			ses.abort(r, ErrSession)
+			ses.abort(r, m, ErrSession)
 		}
 	}
 	ses.ended = last
 	ses.mu.Unlock()
+	m.letGo(nil)
 	if last {
 		ses.s.mu.Lock()
 		delete(ses.s.sessions, ses.id)
@@ -192,7 +225,7 @@ func (ses *session) sweep(now time.Time) {
 		}
 		switch r.state {
 		case reserveOpen:
-			ses.abort(r, fmt.Errorf("%w: reservation %d timed out", ErrNotFound, k.id))
+			ses.abort(r, nil, fmt.Errorf("%w: reservation %d timed out", ErrNotFound, k.id))
 			delete(ses.reservations, k)
 		case reserveDone:
 			delete(ses.reservations, k)

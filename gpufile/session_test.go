@@ -480,6 +480,98 @@ func TestHoldWrite(t *testing.T) {
 	checkPool(t, p)
 }
 
+// TestVouch: a member whose commands nobody sees commits by its word, for the drives that it vouches for; and its slots go
+// to nobody else while it may be writing to them.
+func TestVouch(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{ReserveTimeout: time.Minute})
+	p := w.pool("a", 2, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	other, err := w.s.Join(m.Token(), 1000)
+	require.NoError(t, err)
+	m.Vouch([]uint16{0, 1})
+
+	items := chainItems(chainKeys(1, 2))
+	grants, err := reserve(t, m, g, 0, 1, items)
+	require.NoError(t, err)
+	ticket, err := m.Commit(g, 1, 0)
+	require.NoError(t, err, "nothing was seen to be written")
+	_, err = other.Reserve(g, 0, 1, items, false, grants)
+	require.NoError(t, err)
+	_, err = other.Commit(g, 1, 1)
+	require.ErrorIs(t, err, ErrIncomplete, "of its own rank alone")
+	require.ErrorIs(t, wait(t, ticket), ErrIncomplete)
+	require.Zero(t, p.Stats().FilesReserved, "all ranks were done with it")
+
+	for name, end := range map[string]func(id uint64){
+		"abort": func(id uint64) { require.ErrorIs(t, m.Abort(g, id), ErrNotFound) },
+		"commit": func(id uint64) {
+			_, err := m.Commit(g, id, 0)
+			require.ErrorIs(t, err, ErrNotFound)
+		},
+	} {
+		id := uint64(len(name))
+		_, err = reserve(t, m, g, 0, id, items)
+		require.NoError(t, err)
+		m.ses.sweep(w.clock.Add(2 * time.Minute))
+		require.EqualValues(t, 2, p.Stats().FilesReserved, "timed out, and may be written to")
+		end(id)
+		require.Zero(t, p.Stats().FilesReserved, name)
+	}
+
+	_, err = reserve(t, m, g, 0, 20, items)
+	require.NoError(t, err)
+	_, err = other.Reserve(g, 0, 20, items, false, grants)
+	require.NoError(t, err)
+	_, err = other.Commit(g, 20, 1)
+	require.ErrorIs(t, err, ErrIncomplete, "given up, and the first rank does not know")
+	require.EqualValues(t, 2, p.Stats().FilesReserved)
+	ticket, err = m.Commit(g, 20, 0)
+	require.NoError(t, err)
+	require.ErrorIs(t, wait(t, ticket), ErrIncomplete)
+	require.Zero(t, p.Stats().FilesReserved)
+
+	_, err = reserve(t, m, g, 0, 30, items)
+	require.NoError(t, err)
+	_, err = other.Reserve(g, 0, 30, items, false, grants)
+	require.NoError(t, err)
+	other.Close()
+	require.EqualValues(t, 2, p.Stats().FilesReserved, "another rank's death does not stop this one's commands")
+	m.Close()
+	require.Zero(t, p.Stats().FilesReserved)
+	checkPool(t, p)
+}
+
+// TestVouchForSomeDrives: what lies on other drives must be seen to be written.
+func TestVouchForSomeDrives(t *testing.T) {
+	w := newWorld(t, 2, 64*mib, Options{})
+	p := w.pool("a", 1, nil)
+	g := w.s.GroupOfPool(p.ID())
+	m := w.member()
+	m.Vouch([]uint16{0})
+	grants, err := reserve(t, m, g, 0, 1, chainItems(chainKeys(1, 1)))
+	require.NoError(t, err)
+	seen := 0
+	for _, o := range p.rankObjects[0] {
+		if d, unit, units := access(p, grants[0].Slot, o); d != 0 {
+			a, ok := m.Authorize(true, d, unit, units)
+			require.True(t, ok)
+			m.Complete(a, true)
+			seen++
+		}
+	}
+	require.NotZero(t, seen)
+	require.Less(t, seen, len(p.rankObjects[0]))
+	ticket, err := m.Commit(g, 1, 0)
+	require.NoError(t, err)
+	w.done(ticket)
+	_, err = reserve(t, m, g, 0, 2, chainItems(chainKeys(2, 1)))
+	require.NoError(t, err)
+	_, err = m.Commit(g, 2, 0)
+	require.ErrorIs(t, err, ErrIncomplete)
+	checkPool(t, p)
+}
+
 // TestPendingAndParents: two engines, one key; children that are durable before their parent are adopted when it comes.
 func TestPendingAndParents(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{})

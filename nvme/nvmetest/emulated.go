@@ -14,6 +14,7 @@ import (
 
 	"tuttifs/nvme"
 	"tuttifs/nvme/emu"
+	"tuttifs/nvme/vfio"
 )
 
 // registerBytes is enough for the doorbells of a thousand queues.
@@ -32,6 +33,7 @@ type Emulated struct {
 	next    uint64
 	regions atomic.Pointer[[]region] // sorted, never changed in place
 	closed  bool
+	bells   *doorbells // nil: they cannot be mapped
 }
 
 type region struct {
@@ -106,6 +108,23 @@ func (t *Emulated) Map(b []byte) (uint64, error) {
 	return iova, nil
 }
 
+// MapAt gives memory an address of the caller's choice.
+func (t *Emulated) MapAt(b []byte, iova uint64) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed || len(b) == 0 || (len(b)|int(uintptr(unsafe.Pointer(&b[0]))))%emu.PageBytes != 0 {
+		return fmt.Errorf("%w: %d bytes", errMap, len(b))
+	}
+	for _, r := range *t.regions.Load() {
+		if iova < r.iova+uint64(len(r.b)) && r.iova < iova+uint64(len(b)) {
+			return fmt.Errorf("emulated: %w: %#x", vfio.ErrTaken, iova)
+		}
+	}
+	regions := append(slices.Clone(*t.regions.Load()), region{iova, b})
+	t.regions.Store(&regions)
+	return nil
+}
+
 // Unmap takes it away.
 func (t *Emulated) Unmap(b []byte, iova uint64) error {
 	t.mu.Lock()
@@ -161,8 +180,15 @@ func (t *Emulated) Requested() <-chan struct{} { return t.requested }
 // Request is the system's wish to have the controller back.
 func (t *Emulated) Request() { close(t.requested) }
 
-// Doorbells says that they cannot be mapped.
-func (t *Emulated) Doorbells() (fd int, offset int64, ok bool) { return -1, 0, false }
+// Doorbells says where they can be mapped from: nowhere, unless ShareDoorbells was called.
+func (t *Emulated) Doorbells() (fd int, offset int64, ok bool) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.bells == nil {
+		return -1, 0, false
+	}
+	return t.bells.fd, 0, true
+}
 
 // Close ends the controller; it reaches nothing any more.
 func (t *Emulated) Close() error {
@@ -172,6 +198,7 @@ func (t *Emulated) Close() error {
 		return os.ErrClosed
 	}
 	t.closed = true
+	t.bells.close()
 	t.Controller.Close()
 	t.regions.Store(&[]region{})
 	t.gone.Store(true)

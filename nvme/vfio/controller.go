@@ -326,6 +326,11 @@ func (c *Controller) Requested() <-chan struct{} { return c.t.Requested() }
 // admin queue too: whoever maps it is trusted with the drive.
 func (c *Controller) Doorbells() (fd int, offset int64, ok bool) { return c.t.Doorbells() }
 
+// DoorbellBytes is how many bytes of registers, from nvme.RegDoorbells on, have the doorbells of all queues.
+func (c *Controller) DoorbellBytes() int {
+	return int(nvme.CQHeadDoorbell(uint16(c.Queues()), c.cap.Stride())) + 4 - nvme.RegDoorbells
+}
+
 // Close ends all queues, shuts the controller down in order, so that its caches are on the media, and gives it back.
 // Commands that are still in flight end with ErrClosed.
 func (c *Controller) Close() error {

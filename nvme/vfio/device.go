@@ -59,6 +59,7 @@ type irqSet struct {
 // dma is the address space of a device.
 type dma interface {
 	mapDMA(b []byte) (iova uint64, err error)
+	mapDMAAt(b []byte, iova uint64) error
 	unmapDMA(iova, n uint64) error
 	close() error
 }
@@ -203,7 +204,7 @@ func (d *device) Load32(off uint32) uint32 {
 	case d.closed || !d.inside(off):
 		return allOnes
 	case d.mapped != nil:
-		return mmioLoad32(d.register(off))
+		return nvme.LoadRegister(d.register(off))
 	case d.pread(b[:], d.bar.offset+uint64(off)) != nil:
 		return allOnes
 	}
@@ -216,7 +217,7 @@ func (d *device) Store32(off, v uint32) {
 	switch {
 	case d.closed || !d.inside(off):
 	case d.mapped != nil:
-		mmioStore32(d.register(off), v)
+		nvme.StoreRegister(d.register(off), v)
 	default:
 		var b [4]byte
 		binary.LittleEndian.PutUint32(b[:], v)
@@ -234,11 +235,25 @@ func (d *device) Map(b []byte) (uint64, error) {
 	// The child of a fork must not share pages that the device writes to.
 	_ = unix.Madvise(b, unix.MADV_DONTFORK) // memory of other kinds than ours may refuse
 	iova, err := d.dma.mapDMA(b)
+	return iova, explainLimit(err)
+}
+
+func (d *device) MapAt(b []byte, iova uint64) error {
+	d.life.RLock()
+	defer d.life.RUnlock()
+	if d.closed {
+		return ErrClosed
+	}
+	_ = unix.Madvise(b, unix.MADV_DONTFORK) // as above
+	return explainLimit(d.dma.mapDMAAt(b, iova))
+}
+
+func explainLimit(err error) error {
 	if errors.Is(err, unix.ENOMEM) {
-		err = fmt.Errorf("%w: memory for devices is locked: raise the limit (LimitMEMLOCK=infinity, 'ulimit -l unlimited')",
+		return fmt.Errorf("%w: memory for devices is locked: raise the limit (LimitMEMLOCK=infinity, 'ulimit -l unlimited')",
 			err)
 	}
-	return iova, err
+	return err
 }
 
 func (d *device) Unmap(b []byte, iova uint64) error {

@@ -44,8 +44,15 @@ type group struct {
 	container int
 	iovas     *iovas
 
-	mu    sync.Mutex // serializes changes of the mappings
-	users int        // guarded by machine.groupsMu
+	mu     sync.Mutex            // serializes changes of the mappings
+	common map[uint64]*commonMap // by address: what mapDMAAt mapped
+	users  int                   // guarded by machine.groupsMu
+}
+
+// commonMap is memory that several devices of the group may have asked for.
+type commonMap struct {
+	at           uintptr
+	bytes, users int
 }
 
 // openGroup opens a group, or shares one that is open.
@@ -56,7 +63,7 @@ func (m *Machine) openGroup(number string) (*group, error) {
 		g.users++
 		return g, nil
 	}
-	g := &group{machine: m, number: number, fd: -1, container: -1, users: 1}
+	g := &group{machine: m, number: number, fd: -1, container: -1, users: 1, common: map[uint64]*commonMap{}}
 	if err := g.open(); err != nil {
 		return nil, errors.Join(err, g.closeDescriptors())
 	}
@@ -159,18 +166,48 @@ func (g *group) mapDMA(b []byte) (uint64, error) {
 	if err != nil {
 		return 0, err
 	}
+	return iova, g.mapTaken(b, iova)
+}
+
+// mapDMAAt maps at an address of the caller's choice. Devices of one group reach what any of them has mapped, so the
+// same memory at the same address is only counted.
+func (g *group) mapDMAAt(b []byte, iova uint64) error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if m := g.common[iova]; m != nil && m.at == addressOf(b) && m.bytes == len(b) {
+		m.users++
+		return nil
+	}
+	if !g.iovas.take(iova, uint64(len(b))) {
+		return fmt.Errorf("%w: %d bytes at %#x", ErrTaken, len(b), iova)
+	}
+	if err := g.mapTaken(b, iova); err != nil {
+		return err
+	}
+	g.common[iova] = &commonMap{at: addressOf(b), bytes: len(b), users: 1}
+	return nil
+}
+
+// mapTaken maps at an address that was taken from the free ones, and gives it back when it fails.
+func (g *group) mapTaken(b []byte, iova uint64) error {
 	arg := dmaMap{argsz: uint32(unsafe.Sizeof(dmaMap{})), flags: dmaRead | dmaWrite, vaddr: uint64(addressOf(b)),
 		iova: iova, size: uint64(len(b))}
 	if _, err := ioctlArg(g.container, ioctlMapDMA, unsafe.Pointer(&arg)); err != nil {
 		g.iovas.release(iova, uint64(len(b)))
-		return 0, fmt.Errorf("map %d bytes for devices: %w", len(b), err)
+		return fmt.Errorf("map %d bytes for devices: %w", len(b), err)
 	}
-	return iova, nil
+	return nil
 }
 
 func (g *group) unmapDMA(iova, n uint64) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	if m := g.common[iova]; m != nil {
+		if m.users--; m.users > 0 {
+			return nil
+		}
+		delete(g.common, iova)
+	}
 	arg := dmaUnmap{argsz: uint32(unsafe.Sizeof(dmaUnmap{})), iova: iova, size: n}
 	if _, err := ioctlArg(g.container, ioctlUnmapDMA, unsafe.Pointer(&arg)); err != nil {
 		return fmt.Errorf("unmap %d bytes at %#x: %w", n, iova, err)
@@ -218,6 +255,19 @@ func (s *groupSpace) mapDMA(b []byte) (uint64, error) {
 		s.mu.Unlock()
 	}
 	return iova, err
+}
+
+func (s *groupSpace) mapDMAAt(b []byte, iova uint64) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, twice := s.mapped[iova]; twice {
+		return fmt.Errorf("%w: by this device, at %#x", ErrTaken, iova)
+	}
+	err := s.g.mapDMAAt(b, iova)
+	if err == nil {
+		s.mapped[iova] = uint64(len(b))
+	}
+	return err
 }
 
 func (s *groupSpace) unmapDMA(iova, n uint64) error {

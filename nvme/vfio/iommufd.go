@@ -17,6 +17,7 @@ const (
 	ioctlIOASMap   = 0x3b85
 	ioctlIOASUnmap = 0x3b86
 
+	ioasFixed    = 1 << 0
 	ioasWritable = 1 << 1
 	ioasReadable = 1 << 2
 )
@@ -66,6 +67,19 @@ func (s *ioas) mapDMA(b []byte) (uint64, error) {
 		return 0, fmt.Errorf("map %d bytes for devices: %w", len(b), err)
 	}
 	return arg.iova, nil
+}
+
+func (s *ioas) mapDMAAt(b []byte, iova uint64) error {
+	arg := ioasMap{size: uint32(unsafe.Sizeof(ioasMap{})), flags: ioasFixed | ioasReadable | ioasWritable, ioas: s.id,
+		vaddr: uint64(addressOf(b)), length: uint64(len(b)), iova: iova}
+	_, err := ioctlArg(s.fd, ioctlIOASMap, unsafe.Pointer(&arg))
+	switch {
+	case errors.Is(err, unix.EEXIST), errors.Is(err, unix.EADDRINUSE), errors.Is(err, unix.EINVAL):
+		return fmt.Errorf("%w: %d bytes at %#x: %w", ErrTaken, len(b), iova, err) // taken, or no address of this IOMMU
+	case err != nil:
+		return fmt.Errorf("map %d bytes for devices: %w", len(b), err)
+	}
+	return nil
 }
 
 func (s *ioas) unmapDMA(iova, n uint64) error {

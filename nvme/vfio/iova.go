@@ -66,20 +66,39 @@ func (v *iovas) alloc(n uint64) (uint64, error) {
 		if n == 0 || at < s.first || at > s.last || n-1 > s.last-at {
 			continue
 		}
-		var rest []span
-		if at > s.first {
-			rest = append(rest, span{s.first, at - 1})
-		}
-		if end := at + n - 1; end < s.last {
-			rest = append(rest, span{end + 1, s.last})
-		}
-		v.free = slices.Replace(v.free, i, i+1, rest...)
+		v.cut(i, at, n)
 		return at, nil
 	}
 	return 0, fmt.Errorf("vfio: no room for %d bytes among the I/O addresses: %w", n, ErrUnsuitable)
 }
 
-// release gives back what alloc returned.
+// take takes n bytes at an address, if all of them are free.
+func (v *iovas) take(at, n uint64) bool {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	for i, s := range v.free {
+		if n > 0 && at >= s.first && at <= s.last && n-1 <= s.last-at {
+			v.cut(i, at, n)
+			return true
+		}
+	}
+	return false
+}
+
+// cut takes n bytes at an address out of the i-th free range, which has them. The caller holds mu.
+func (v *iovas) cut(i int, at, n uint64) {
+	s := v.free[i]
+	var rest []span
+	if at > s.first {
+		rest = append(rest, span{s.first, at - 1})
+	}
+	if end := at + n - 1; end < s.last {
+		rest = append(rest, span{end + 1, s.last})
+	}
+	v.free = slices.Replace(v.free, i, i+1, rest...)
+}
+
+// release gives back what alloc or take took.
 func (v *iovas) release(at, n uint64) {
 	v.mu.Lock()
 	defer v.mu.Unlock()

@@ -70,3 +70,20 @@ func TestIOVALimits(t *testing.T) {
 		require.ErrorIs(t, err, ErrUnsuitable)
 	}
 }
+
+func TestIOVAsOfChoice(t *testing.T) {
+	v, err := newIOVAs([]span{{1 << 20, 2<<20 - 1}, {4 << 20, 8<<20 - 1}})
+	require.NoError(t, err)
+	whole := slices.Clone(v.free)
+	require.True(t, v.take(5<<20, PageBytes))
+	for _, bad := range []span{{5 << 20, PageBytes}, {5<<20 - PageBytes, 2 * PageBytes}, {2 << 20, PageBytes}, {0, PageBytes},
+		{8<<20 - PageBytes, 2 * PageBytes}, {4 << 20, 0}, {4 << 20, 1 << 63}} {
+		require.False(t, v.take(bad.first, bad.last), "%d bytes at %#x", bad.last, bad.first)
+	}
+	require.True(t, v.take(4<<20, 1<<20))
+	require.True(t, v.take(8<<20-PageBytes, PageBytes))
+	v.release(5<<20, PageBytes)
+	v.release(8<<20-PageBytes, PageBytes)
+	v.release(4<<20, 1<<20)
+	require.Equal(t, whole, v.free)
+}

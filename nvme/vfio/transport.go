@@ -12,6 +12,7 @@ package vfio
 
 import (
 	"errors"
+	"fmt"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -31,6 +32,8 @@ type Transport interface {
 	// Map makes memory of whole pages reachable for the controller, for reading and writing, at the address that it
 	// returns.
 	Map(b []byte) (iova uint64, err error)
+	// MapAt does it at an address of the caller's choice, or is ErrTaken.
+	MapAt(b []byte, iova uint64) error
 	// Unmap ends that: once it has returned, the controller cannot reach the memory any more, whatever it tries.
 	Unmap(b []byte, iova uint64) error
 	// Gone asks the bus whether the controller is still there.
@@ -66,6 +69,8 @@ var (
 	// ErrQuarantined: the controller may still write to the memory of its commands. The memory must not be used for
 	// anything else until it is unmapped.
 	ErrQuarantined = errors.New("vfio: memory in quarantine: the controller may still write to it")
+	// ErrTaken: memory was to be mapped at an address that is in use, or that the IOMMU does not have.
+	ErrTaken = errors.New("vfio: the I/O address is taken")
 )
 
 // PageBytes is the controller's memory page. It is given memory in pages of the system, which may be larger.
@@ -108,6 +113,57 @@ func (c *Controller) MapMemory(b []byte) (*Buffer, error) {
 		return nil, c.errorf("make %d bytes reachable: %w", len(b), err)
 	}
 	return &Buffer{Bytes: b, IOVA: iova, transport: c.t}, nil
+}
+
+// Memory of engines is mapped at one address for all of a session's controllers: what is above handoverFirst is not
+// where Map begins to look, and every IOMMU has addresses of 39 bits.
+const (
+	handoverFirst = uint64(1) << 36
+	handoverEnd   = uint64(1) << 39
+	handoverStep  = uint64(1) << 30
+)
+
+// MapCommon makes memory of the caller reachable for several controllers, at the same address for all of them. If it
+// fails nothing is mapped. The caller names each controller once.
+func MapCommon(controllers []*Controller, b []byte) ([]*Buffer, error) {
+	page := os.Getpagesize()
+	if len(b) == 0 || (len(b)|int(addressOf(b)))&(page-1) != 0 || uint64(len(b)) > handoverEnd-handoverFirst {
+		return nil, fmt.Errorf("vfio: memory of %d bytes at %#x is not made of pages: %w", len(b), addressOf(b),
+			ErrUnsuitable)
+	}
+	step := (uint64(len(b)) + handoverStep - 1) &^ (handoverStep - 1)
+	var last error
+	for at := handoverFirst; at <= handoverEnd-step; at += step {
+		buffers, err := mapAllAt(controllers, b, at)
+		if err == nil {
+			return buffers, nil
+		}
+		// Only an address that is taken is a reason to try another one.
+		if last = err; !errors.Is(err, ErrTaken) {
+			break
+		}
+	}
+	return nil, last
+}
+
+func mapAllAt(controllers []*Controller, b []byte, at uint64) ([]*Buffer, error) {
+	var done []*Buffer
+	for _, c := range controllers {
+		if err := c.t.MapAt(b, at); err != nil {
+			err = c.errorf("make %d bytes reachable at %#x: %w", len(b), at, err)
+			for _, m := range done {
+				err = errors.Join(err, m.Free())
+			}
+			return nil, err
+		}
+		done = append(done, &Buffer{Bytes: b, IOVA: at, transport: c.t})
+	}
+	return done, nil
+}
+
+// Part is n bytes of a buffer, from off on, for a pair. It has nothing to free.
+func (b *Buffer) Part(off, n int) *Buffer {
+	return &Buffer{Bytes: b.Bytes[off : off+n : off+n], IOVA: b.IOVA + uint64(off)}
 }
 
 // Free takes the memory from the controller, and gives it back to the system if Alloc made it. No command may be using

@@ -4,16 +4,16 @@
 #define OSHLD 1
 #define OSHST 2
 
-// func mmioLoad32(p *uint32) uint32
-TEXT ·mmioLoad32(SB), NOSPLIT, $0-12
+// func LoadRegister(p *uint32) uint32
+TEXT ·LoadRegister(SB), NOSPLIT, $0-12
 	MOVD p+0(FP), R0
 	MOVWU (R0), R1
 	DMB $OSHLD
 	MOVW R1, ret+8(FP)
 	RET
 
-// func mmioStore32(p *uint32, v uint32)
-TEXT ·mmioStore32(SB), NOSPLIT, $0-12
+// func StoreRegister(p *uint32, v uint32)
+TEXT ·StoreRegister(SB), NOSPLIT, $0-12
 	MOVD p+0(FP), R0
 	MOVWU v+8(FP), R1
 	DMB $OSHST
