@@ -280,6 +280,11 @@ class Schedule(Mounted):
         s.finished("one")
         self.assertEqual(s.step({"one": 1}, lambda name: TABLE).stores, [])
 
+    def test_stores_without_lookups(self):
+        s = self.scheduling
+        s.track(request("p", PROMPT))
+        self.assertEqual([(p.first, len(p.blocks)) for p in s.step({"p": 17}, lambda name: TABLE).stores[0].parts], [(0, 4)])
+
     def test_a_hit(self):
         self.put(tuttifs.keys(PROMPT, 4)[:3])
         s, r = self.scheduling, request("two", PROMPT)

@@ -92,7 +92,7 @@ class Pinned(Leases):
         self._held = count > 0  # a pin that finds nothing has nothing to be released
 
     def release(self) -> None:
-        """Ends the leases. Another rank may pin by the same request, and releases it itself."""
+        """Ends the leases, for every rank that pinned by this request: one of them does so, when all are done."""
         if self._held:
             self._held = False
             self.pool._lib.release(self.pool._h, self.request)

@@ -246,7 +246,7 @@ class Restored(unittest.TestCase):
         """The keys that an engine has published as stored on the mount, until now."""
         while events.poll(0):
             for event in msgspec.msgpack.decode(events.recv_multipart()[-1])[1]:
-                if event["type"] == "BlockStored" and event["medium"] == "TUTTIFS":
+                if event["type"] == "BlockStored" and event.get("ownership") == "tuttifs":
                     self.seen |= set(event["block_hashes"])
         return self.seen
 

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V1, KVConnectorHandshakeMetadata,
                                                                KVConnectorMetadata, KVConnectorRole,
                                                                KVConnectorTransferResults, KVConnectorWorkerMetadata,
@@ -26,7 +26,7 @@ from .worker import Caches, Worker, blocks_first, check_staging
 
 log = logging.getLogger("tuttifs.vllm")
 
-MEDIUM = "TUTTIFS"  # of KV events
+WHERE = {"medium": MEDIUM_STORAGE, "ownership": "tuttifs"}  # of KV events
 
 
 class Metadata(KVConnectorMetadata):
@@ -113,6 +113,7 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduling: Optional[Scheduling] = None
         self._worker: Optional[Worker] = None
         self._tensors: Optional[Tensors] = None
+        self._bad_blocks: Set[int] = set()
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -201,8 +202,6 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(finished_recving=ended,
                                           failed_recving=failed & ended if len(self._groups) > 1 else set())
 
-    _bad_blocks: Set[int] = set()
-
     def get_block_ids_with_load_errors(self) -> Set[int]:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
@@ -232,7 +231,10 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
                     sum(g.file_bytes(self._file_tokens) for g in self._groups), ", ".join(p.name for p in pools))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Tuple[Optional[int], bool]:
-        if self._scheduling is None or not self._loads:
+        if self._scheduling is None:
+            return 0, False
+        if not self._loads:
+            self._scheduling.track(request)
             return 0, False
         n = self._scheduling.matched(request, num_computed_tokens)
         return n, n > 0 and not self._options.layerwise
@@ -263,10 +265,9 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         events = self._scheduling.take_events() if self._scheduling is not None else []
-        return [BlockRemoved(block_hashes=e.keys, medium=MEDIUM, group_idx=e.group.index) if isinstance(e, Removed) else
-                BlockStored(block_hashes=e.keys, parent_block_hash=e.parent, token_ids=e.tokens,
-                            block_size=self._file_tokens, lora_id=None, lora_name=None, medium=MEDIUM,
-                            group_idx=e.group.index) for e in events]
+        return [BlockRemoved(block_hashes=e.keys, group_idx=e.group.index, **WHERE) if isinstance(e, Removed) else
+                BlockStored(block_hashes=e.keys, parent_block_hash=e.parent, token_ids=e.tokens, lora_id=None, lora_name=None,
+                            block_size=self._file_tokens, group_idx=e.group.index, **WHERE) for e in events]
 
     def reset_cache(self) -> Optional[bool]:
         if self._scheduling is not None:

@@ -109,7 +109,7 @@ class Scheduling:
 
     def matched(self, request: Any, local_tokens: int) -> int:
         """How many tokens behind the local ones can be loaded."""
-        t = self._track(request)
+        t = self.track(request)
         end = self.attachment.get()
         if t.chain is None or t.failed or self._stopped or end is None:
             return 0
@@ -140,7 +140,8 @@ class Scheduling:
         if self._announced.pop((place, key), False):
             self._events.append(Removed(self.groups[place], [key]))
 
-    def _track(self, request: Any) -> Tracked:
+    def track(self, request: Any) -> Tracked:
+        """Follows a request from its first scheduling on, so that it is stored."""
         t = self._tracked.get(request.request_id)
         if t is None:
             t = self._tracked[request.request_id] = Tracked(request, self._chain(request))
@@ -177,7 +178,7 @@ class Scheduling:
         """Blocks were given to what `matched` promised: pins it, and plans the load. With 0 tokens nothing is loaded."""
         if external_tokens <= 0:
             return
-        t = self._track(request)
+        t = self.track(request)
         assert t.chain is not None
         files = (t.local + external_tokens) // self.file_tokens
         chain = t.chain.upto(request.all_token_ids, files)
