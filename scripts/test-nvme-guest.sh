@@ -122,7 +122,7 @@ start() {
   nodes
   A=$(address A) B=$(address B) C=$(address C) D=$(address D)
   echo "A $A, B $B, C $C, D $D"
-  must tuttifs trace --requests 60 --seed 7 -o /tmp/trace
+  must tuttifs trace --requests 30 --seed 7 -o /tmp/trace
   must tuttifs trace --requests 80 --seed 8 -o /tmp/more
 }
 
@@ -147,7 +147,7 @@ lives() {
   must $replay /tmp/trace /mnt/kv
   grep -e blocks -e read -e written /tmp/out
   timeout 60 $replay /tmp/more /mnt/kv >/tmp/killed 2>&1 &
-  within 30 files 400
+  within 30 files 250
   killed=$(daemon)
   must kill -KILL "$killed"
   wait $! && fail "the engine did not notice"
@@ -205,10 +205,10 @@ faults() {
   must tuttifs mkfs -f -L faulty --width 1 "$(node A 1)" "$(node B 1)" "$(node D 2)"
   must tuttifs mount --log /tmp/log "$(node D 2)" /mnt/kv
   must $replay /tmp/trace /mnt/kv
-  monitor block_set_io_throttle B1 0 0 0 400 0 0
+  monitor block_set_io_throttle B1 0 0 0 200 0 0
   must $replay --json /tmp/trace /mnt/kv
   [ "$(number hit_rate)" = 1 ] || fail "of what was stored before, $(number hit_rate) is there"
-  # It has a third of 3280 objects, and gives 400 of them a second.
+  # It has a third of some 1600 objects, and gives 200 of them a second.
   [ "$(number seconds | cut -d . -f 1)" -ge 1 ] || fail "nothing was slow: $(number seconds) s"
   monitor block_set_io_throttle B1 0 0 0 0 0 0
   must tuttifs umount /mnt/kv

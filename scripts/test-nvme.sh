@@ -68,11 +68,11 @@ for ((i = 0; i < ${#drives[@]}; i += 2)); do
   truncate -s "${drives[i + 1]}M" "$work/$name.img"
   blocks+=(-blockdev "driver=file,node-name=$name.img,filename=$work/$name.img,discard=unmap,cache.no-flush=on")
   if [ $name = c1 ]; then
-    # This one cannot read the 64 KiB at 5 MiB, nor write the 64 KiB at 40 MiB: a rule for each 4 KiB.
+    # This one cannot read the 64 KiB at 5 MiB, nor write the 64 KiB at 24 MiB: a rule for each 4 KiB.
     for ((unit = 0; unit < 16; unit++)); do
       rule='[inject-error]\nevent = "%s_aio"\niotype = "%s"\nerrno = "5"\nonce = "off"\nsector = "%d"\n'
       # shellcheck disable=SC2059 # a format
-      printf "$rule" read read $((10240 + 8 * unit)) write write $((81920 + 8 * unit))
+      printf "$rule" read read $((10240 + 8 * unit)) write write $((49152 + 8 * unit))
     done >"$work/bad"
     blocks+=(-blockdev "driver=blkdebug,node-name=$name.bad,image=$name.img,config=$work/bad")
     blocks+=(-blockdev "driver=raw,node-name=$name,file=$name.bad,discard=unmap")
