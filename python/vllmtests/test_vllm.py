@@ -208,9 +208,11 @@ class Restored(unittest.TestCase):
         """After the first was killed: what it had stored is there, for two engines at a time."""
         events = zmq.Context.instance().socket(zmq.SUB)
         self.addCleanup(events.close, 0)
+        port = events.bind_to_random_port("tcp://127.0.0.1")  # a free one, which is then the engine's to bind
+        events.unbind(f"tcp://127.0.0.1:{port}")
         events.subscribe(b"")
-        port = events.bind_to_random_port("tcp://127.0.0.1")
-        told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{port}"}
+        events.connect(f"tcp://127.0.0.1:{port}")
+        told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
         with self.engine("two", async_scheduling=True, kv_events_config=told, **connector(self.volume.path)) as a, \
                 self.engine("three", async_scheduling=False, max_model_len=352, num_gpu_blocks_override=13,
                             **connector(self.volume.path)) as b:
