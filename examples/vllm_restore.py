@@ -2,8 +2,9 @@
 
 What a user adds to an engine's arguments are the three lines of `kv_transfer_config`. On the command line it is
 
-    vllm serve MODEL --kv-transfer-config '{"kv_connector": "TuttifsConnector", "kv_connector_module_path": "tuttifs.vllm",
-        "kv_role": "kv_both", "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"path": "MOUNT"}}'
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "TuttifsConnector",
+        "kv_connector_module_path": "tuttifs.vllm", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"path": "MOUNT"}}'
 """
 
 import sys
@@ -21,7 +22,8 @@ def main():
     llm = LLM(model, kv_transfer_config=kv_transfer_config(mount))
     prompt = "A filesystem for the KV cache of language models keeps " + "what was computed once, " * 400
     output, = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=32))
-    print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens were restored: {output.outputs[0].text!r}")
+    print(f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} tokens were restored")
+    print(output.outputs[0].text)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""The vLLM connector's parts that need neither vLLM nor PyTorch: arithmetic, keys, identities, and the scheduler's side."""
+"""The vLLM connector's parts that need neither vLLM nor PyTorch: arithmetic, keys, identities, and the scheduler's
+side."""
 
 import dataclasses
 import os
@@ -28,7 +29,8 @@ class Arithmetic(unittest.TestCase):
                     files.choose_file_tokens(g, wanted)
             else:
                 self.assertEqual(files.choose_file_tokens(g, wanted), result)
-        self.assertEqual(files.choose_file_tokens([Group(0, ("a",), 6, (1 << 20,)), Group(1, ("b",), 4, (1 << 20,))], 0), 12)
+        two = [Group(0, ("a",), 6, (1 << 20,)), Group(1, ("b",), 4, (1 << 20,))]
+        self.assertEqual(files.choose_file_tokens(two, 0), 12)
 
     def test_pieces(self):
         for size in (1, 4095, 4096, 2 << 20, (2 << 20) + 1, 5 << 20, 12345678):
@@ -39,7 +41,8 @@ class Arithmetic(unittest.TestCase):
             self.assertEqual(len(p), -(-size // files.OBJECT_BYTES_MAX))
 
     def test_trailing(self):
-        for window, file_tokens, wanted in ((0, 4, 0), (1, 4, 1), (2, 4, 1), (5, 4, 1), (6, 4, 2), (9, 4, 2), (10, 4, 3)):
+        for window, file_tokens, wanted in ((0, 4, 0), (1, 4, 1), (2, 4, 1), (5, 4, 1), (6, 4, 2), (9, 4, 2),
+                                            (10, 4, 3)):
             self.assertEqual(dataclasses.replace(FULL, window=window).trailing(file_tokens), wanted)
 
     def test_complete(self):
@@ -51,7 +54,8 @@ class Arithmetic(unittest.TestCase):
         self.assertEqual(files.blocks_of(WINDOW, 4, table, 1, 2), [[9, 5]])
         with self.assertRaises(tuttifs.InvalidError):
             files.blocks_of(WINDOW, 4, table, 1, 3)
-        for local, wanted in ((0, [[7, 3], [9, 5]]), (2, [[0, 3], [9, 5]]), (6, [[0, 0], [0, 5]]), (9, [[0, 0], [0, 0]])):
+        for local, wanted in ((0, [[7, 3], [9, 5]]), (2, [[0, 3], [9, 5]]), (6, [[0, 0], [0, 5]]), 
+                              (9, [[0, 0], [0, 0]])):
             blocks = files.blocks_of(WINDOW, 4, table, 0, 2)
             files.keep_local(WINDOW, 4, blocks, 0, local)
             self.assertEqual(blocks, wanted)
@@ -71,7 +75,8 @@ class Arithmetic(unittest.TestCase):
                 return next((i for i, k in enumerate(keys) if k not in have[g.index]), len(keys))
 
             def fits(length):
-                return all(k in have[g.index] for g in groups for k in chain[files.needed(g, file_tokens, length):length])
+                return all(k in have[g.index] for g in groups
+                           for k in chain[files.needed(g, file_tokens, length):length])
             self.assertEqual(files.hit(groups, file_tokens, chain, peek), max(m for m in range(n + 1) if fits(m)))
 
 
@@ -89,7 +94,8 @@ class Chains(unittest.TestCase):
 
     def test_media(self):
         place = SimpleNamespace(offset=3, length=5)
-        self.assertEqual(files.media_of([SimpleNamespace(identifier="x", mm_position=place)]), [tuttifs.Media(3, 5, b"x")])
+        found = files.media_of([SimpleNamespace(identifier="x", mm_position=place)])
+        self.assertEqual(found, [tuttifs.Media(3, 5, b"x")])
         self.assertEqual(files.media_of(None), [])
         with self.assertRaises(tuttifs.InvalidError):
             files.media_of([SimpleNamespace(identifier="", mm_position=place)])
@@ -101,8 +107,9 @@ class Choices(unittest.TestCase):
         self.assertEqual((o.path, o.file_tokens, o.retry_seconds, o.layerwise), ("/mnt/kv", 64, 1, False))
 
     def test_refused(self):
-        for given in ({}, {"path": ""}, {"path": 3}, {"path": "/", "file_token": 64}, {"path": "/", "file_tokens": "64"},
-                      {"path": "/", "file_tokens": -1}, {"path": "/", "layerwise": 1}, {"path": "/", "file_tokens": True},
+        for given in ({}, {"path": ""}, {"path": 3}, {"path": "/", "file_token": 64},
+                      {"path": "/", "file_tokens": "64"}, {"path": "/", "file_tokens": -1},
+                      {"path": "/", "layerwise": 1}, {"path": "/", "file_tokens": True},
                       {"path": "/", "staging_bytes": 1000}):
             with self.subTest(given), self.assertRaises(tuttifs.InvalidError):
                 options.Options.parse(given)
@@ -128,7 +135,8 @@ OTHERWISE = [
     (dataclasses.replace(FACTS, cp=2), GROUP), (dataclasses.replace(FACTS, file_tokens=8), GROUP),
     (FACTS, dataclasses.replace(GROUP, kind="group 1, FullAttentionSpec")),
     (FACTS, dataclasses.replace(GROUP, layout="CPU_ATTN 4x2x256")),
-    (FACTS, dataclasses.replace(GROUP, cache_dtype="float8")), (FACTS, dataclasses.replace(GROUP, scale_format="fp8_tensor")),
+    (FACTS, dataclasses.replace(GROUP, cache_dtype="float8")),
+    (FACTS, dataclasses.replace(GROUP, scale_format="fp8_tensor")),
     *((FACTS, dataclasses.replace(GROUP, group=dataclasses.replace(FULL, **change))) for change in (
         {"layers": ("a", "z")}, {"block_tokens": 2}, {"block_bytes": (2048, 1024)}, {"block_bytes": (4096, 4096)},
         {"window": 7}))]
@@ -224,7 +232,8 @@ def spec(facts=FACTS, group=GROUP):
 
 
 def request(name, tokens, **more):
-    return SimpleNamespace(**{"request_id": name, "all_token_ids": tokens, "num_computed_tokens": 0, "lora_request": None,
+    return SimpleNamespace(**{"request_id": name, "all_token_ids": tokens, "num_computed_tokens": 0,
+                              "lora_request": None,
                               "cache_salt": None, "mm_features": [], "kv_transfer_params": None, **more})
 
 
@@ -283,7 +292,8 @@ class Schedule(Mounted):
     def test_stores_without_lookups(self):
         s = self.scheduling
         s.track(request("p", PROMPT))
-        self.assertEqual([(p.first, len(p.blocks)) for p in s.step({"p": 17}, lambda name: TABLE).stores[0].parts], [(0, 4)])
+        (part,) = s.step({"p": 17}, lambda name: TABLE).stores[0].parts
+        self.assertEqual((part.first, len(part.blocks)), (0, 4))
 
     def test_a_hit(self):
         self.put(tuttifs.keys(PROMPT, 4)[:3])
@@ -341,7 +351,9 @@ class Schedule(Mounted):
         s.heard(Report(step.number, stores={step.stores[0].number: {0: [0, 1]}}), ())
         s.take_events()
         self.assertEqual(s.matched(request("e2", PROMPT), 0), 0)
-        self.assertEqual([(e.keys, type(e)) for e in s.take_events()], [(tuttifs.keys(PROMPT, 4)[:1], scheduler.Removed)])
+        (event,) = s.take_events()
+        self.assertIsInstance(event, scheduler.Removed)
+        self.assertEqual(event.keys, tuttifs.keys(PROMPT, 4)[:1])
 
     def test_reset_ends_it(self):
         self.put(tuttifs.keys(PROMPT, 4))

@@ -1,4 +1,5 @@
-"""A small model with random weights, made on the spot: two layers, float32, so that equal computations give equal tokens."""
+"""A small model with random weights, made on the spot: two layers, float32, so that equal computations give equal
+tokens."""
 
 import json
 import os
@@ -38,14 +39,17 @@ def make(directory: str, seed: int = 1, hybrid: bool = False) -> str:
 
     # Gemma's norms multiply by one more than their weight.
     norm = torch.zeros if hybrid else torch.ones
-    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=g), "model.norm.weight": norm(HIDDEN)}
+    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=g),
+               "model.norm.weight": norm(HIDDEN)}
     if not hybrid:
         tensors["lm_head.weight"] = w(VOCABULARY, HIDDEN)
     for i in range(LAYERS):
         p = f"model.layers.{i}."
         tensors.update({
-            p + "self_attn.q_proj.weight": w(HEADS * HEAD, HIDDEN), p + "self_attn.k_proj.weight": w(KV_HEADS * HEAD, HIDDEN),
-            p + "self_attn.v_proj.weight": w(KV_HEADS * HEAD, HIDDEN), p + "self_attn.o_proj.weight": w(HIDDEN, HEADS * HEAD),
+            p + "self_attn.q_proj.weight": w(HEADS * HEAD, HIDDEN),
+            p + "self_attn.k_proj.weight": w(KV_HEADS * HEAD, HIDDEN),
+            p + "self_attn.v_proj.weight": w(KV_HEADS * HEAD, HIDDEN),
+            p + "self_attn.o_proj.weight": w(HIDDEN, HEADS * HEAD),
             p + "mlp.gate_proj.weight": w(INNER, HIDDEN), p + "mlp.up_proj.weight": w(INNER, HIDDEN),
             p + "mlp.down_proj.weight": w(HIDDEN, INNER), p + "input_layernorm.weight": norm(HIDDEN),
             p + "post_attention_layernorm.weight": norm(HIDDEN)})

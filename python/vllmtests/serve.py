@@ -1,7 +1,8 @@
 """One engine as a process of its own: requests and answers are lines of JSON, so that tests can start, kill and compare
 engines.
 
-    {"do": "generate", "prompts": [[...], ...], "tokens": n, ...}  ->  {"outputs": [{"tokens": [...], "cached": n}, ...]}
+    {"do": "generate", "prompts": [[...], ...], "tokens": n, ...}
+                       ->  {"outputs": [{"tokens": [...], "cached": n}, ...]}
     {"do": "reset"}    forgets the engine's own cache of prefixes
     {"do": "metrics"}  ->  the counters of the connector, and of preemptions
     {"do": "end"}

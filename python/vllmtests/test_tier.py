@@ -25,7 +25,8 @@ CHUNKS, BYTES = 12, 3 << 20  # two objects a chunk
 def spec(**changes: Any) -> Any:
     config = offload.OffloadingConfig(
         groups=(offload.OffloadingGroupConfig(16, ("a", "b"), 0),), worker_kv_bytes_per_block=BYTES,
-        enable_kv_cache_events=True, extra_config={}, engine_id="e", model=offload.OffloadingModelConfig("m", "bfloat16"),
+        enable_kv_cache_events=True, extra_config={}, engine_id="e",
+        model=offload.OffloadingModelConfig("m", "bfloat16"),
         cache=offload.OffloadingCacheConfig(16, 1), parallel=offload.OffloadingParallelConfig(
             0, 1, 1, 1, 1, 1, 0, 1, None, True), kv_cache_layout="LBNHC")
     config = offload.OffloadingConfig(**{**vars(config), **changes})
@@ -39,7 +40,8 @@ class Tier(unittest.TestCase):
         cls.volume = cls.enterClassContext(Volume())
 
     def tier(self, memory: np.ndarray, **more: Any) -> Any:
-        config = {"type": "TuttifsTier", "module_path": "tuttifs.vllm.tier", "path": self.volume.path, "revision": self.id(),
+        config = {"type": "TuttifsTier", "module_path": "tuttifs.vllm.tier", "path": self.volume.path,
+                  "revision": self.id(),
                   "quantisation": "none", "scale_format": "none", "retry_seconds": 0.05, **more}
         described = config.pop("spec", spec())
         tier = SecondaryTierFactory.create_secondary_tier(config, memoryview(memory), described)

@@ -128,7 +128,8 @@ class Restored(unittest.TestCase):
         self.assertEqual(self.same(e, "branch", "long"), {n: whole(PROMPTS[n]) for n in ("branch", "long")})
 
     def keeps_tenants_apart(self, e: Engine) -> None:
-        for more in ({"params": {"tuttifs_tenant": 5}}, {"params": {"tuttifs_tenant": 6}}, {"salt": "a"}, {"salt": "b"}):
+        for more in ({"params": {"tuttifs_tenant": 5}}, {"params": {"tuttifs_tenant": 6}}, {"salt": "a"},
+                     {"salt": "b"}):
             before = self.files()
             e.reset()
             self.assertEqual(self.same(e, "tenant", **more), {"tenant": 0}, more)
@@ -181,7 +182,8 @@ class Restored(unittest.TestCase):
     def survives_a_full_volume(self, e: Engine) -> None:
         """Another pool has all the space that is left: the engine's pool keeps what it has, and evicts what is old."""
         before = self.files()
-        with tuttifs.Store(self.volume.path) as store, store.session(**SESSION) as session, contextlib.ExitStack() as held:
+        with tuttifs.Store(self.volume.path) as store, store.session(**SESSION) as session, \
+                contextlib.ExitStack() as held:
             pool = session.pool("ballast", IDENTITY, [tuttifs.Object(0, 0, (1 << 20,))])
             keys = [bytes([i >> 8, i & 255]) * 16 for i in range(1, 2000)]
             with self.assertRaises(tuttifs.NoSpaceError):
@@ -289,7 +291,8 @@ class Restored(unittest.TestCase):
             self.assertEqual([o["cached"] for o in restored], [whole(p) for p in prompts])
             self.assertEqual([o["tokens"] for o in restored], [o["tokens"] for o in computing])
             # Of 320 tokens the window's group loads its last two files.
-            self.assertEqual(e.count("tuttifs_loaded_files"), (whole(PROMPTS["odd"]) + whole(PROMPTS["long"])) // FILE + 2 + 2)
+            self.assertEqual(e.count("tuttifs_loaded_files"),
+                             (whole(PROMPTS["odd"]) + whole(PROMPTS["long"])) // FILE + 2 + 2)
             e.end()
 
 

@@ -1,5 +1,5 @@
-"""Both sides of the connector without vLLM: every byte of what is stored and restored, in all layouts, for several ranks
-and groups. TUTTIFS_TEST_DEVICE=cuda runs them on a GPU."""
+"""Both sides of the connector without vLLM: every byte of what is stored and restored, in all layouts, for several
+ranks and groups. TUTTIFS_TEST_DEVICE=cuda runs them on a GPU."""
 
 import dataclasses
 import os
@@ -178,7 +178,8 @@ class Mounted(unittest.TestCase):
         for directory, _, names in os.walk(os.path.join(self.volume.path, side.specs[0].name)):
             for n in names:
                 if n == key.hex():
-                    words = os.getxattr(os.path.join(directory, n), "user.tuttifs.extents").decode().splitlines()[line].split()
+                    extents = os.getxattr(os.path.join(directory, n), "user.tuttifs.extents").decode()
+                    words = extents.splitlines()[line].split()
                     with open(self.volume.drives[int(words[1])], "r+b") as f:
                         f.seek(int(words[2]) * 4096 + 100)
                         byte = f.read(1)[0]

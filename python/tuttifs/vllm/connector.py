@@ -1,4 +1,5 @@
-"""`TuttifsConnector`: vLLM's side of the connector, as vLLM 0.32 calls it. What it does is in scheduler.py and worker.py."""
+"""`TuttifsConnector`: vLLM's side of the connector, as vLLM 0.32 calls it. What it does is in scheduler.py and
+worker.py."""
 # mypy: disable-error-code="import-not-found, misc, no-any-return"
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class PromMetrics(KVConnectorPromMetrics):
         self._counters = {}
         for name, what in COUNTS.items():
             counter = self._counter_cls(name=f"vllm:tuttifs_{name}", documentation=what + ".", labelnames=labelnames)
-            self._counters[name] = {engine: counter.labels(*values) for engine, values in per_engine_labelvalues.items()}
+            self._counters[name] = {engine: counter.labels(*values)
+                                    for engine, values in per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: Dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():
@@ -95,17 +97,18 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         self._options = Options.parse(transfer.kv_connector_extra_config)
         if transfer.kv_load_failure_policy != "recompute":
-            raise InvalidError('set "kv_load_failure_policy": "recompute": a file that cannot be read would fail its request')
+            raise InvalidError('set "kv_load_failure_policy": "recompute": a file that cannot be read would fail its '
+                               "request")
         if any(not g.enable_kv_transfer or g.host_resident for g in kv_cache_config.kv_cache_groups):
-            raise IdentityError("groups of layers whose KV is on the host, or is not to be transferred, cannot be stored")
+            raise IdentityError("groups of layers whose KV is on the host, or not to be transferred, cannot be stored")
         described = [group_of(i, g.layer_names, g.kv_cache_spec) for i, g in enumerate(kv_cache_config.kv_cache_groups)]
         self._groups: List[Group] = [g for g, _ in described]
         self._kinds = [kind for _, kind in described]
         self._file_tokens = choose_file_tokens(self._groups, self._options.file_tokens)
         check_staging(self._options, self._groups, self._file_tokens)
         if self._options.layerwise and len(self._groups) > 1:
-            raise InvalidError("layerwise goes with models whose layers share one block table: in this one vLLM could not be told "
-                               "which blocks failed")
+            raise InvalidError("layerwise goes with models whose layers share one block table: in this one vLLM could "
+                               "not be told which blocks failed")
         self._stores = transfer.is_kv_producer
         self._loads = transfer.is_kv_consumer
         # Ranks that hold the same KV (MLA, fewer heads than ranks) have one copy of it, written by the first of them.
@@ -221,13 +224,15 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         facts = facts_of(self._vllm_config, self._options, self._file_tokens)
         specs = self._kv_cache_config.kv_cache_groups
         fields = [identity(facts, GroupFacts(g, kind, layout, dtype, scale_format(s.kv_cache_spec)))
-                  for g, kind, layout, dtype, s in zip(self._groups, self._kinds, tensors.layouts, tensors.dtypes, specs)]
+                  for g, kind, layout, dtype, s in zip(self._groups, self._kinds, tensors.layouts, tensors.dtypes,
+                                                       specs)]
         family = f"vllm-{digest(fields)[:16]}" if len(fields) > 1 else ""
         pools = [PoolSpec(g, pool_name(f), f, family,
                           tuple(objects(g, self._file_tokens, facts.tp // self._replicas)))
                  for g, f in zip(self._groups, fields)]
         self._scheduling = Scheduling(self._options, self._file_tokens, pools)
-        log.warning("tuttifs: %s: files of %d tokens, %d bytes for each rank, in %s", self._options.path, self._file_tokens,
+        log.warning("tuttifs: %s: files of %d tokens, %d bytes for each rank, in %s", self._options.path,
+                    self._file_tokens,
                     sum(g.file_bytes(self._file_tokens) for g in self._groups), ", ".join(p.name for p in pools))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Tuple[Optional[int], bool]:
@@ -266,7 +271,8 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> Iterable[Any]:
         events = self._scheduling.take_events() if self._scheduling is not None else []
         return [BlockRemoved(block_hashes=e.keys, group_idx=e.group.index, **WHERE) if isinstance(e, Removed) else
-                BlockStored(block_hashes=e.keys, parent_block_hash=e.parent, token_ids=e.tokens, lora_id=None, lora_name=None,
+                BlockStored(block_hashes=e.keys, parent_block_hash=e.parent, token_ids=e.tokens, lora_id=None,
+                            lora_name=None,
                             block_size=self._file_tokens, group_idx=e.group.index, **WHERE) for e in events]
 
     def reset_cache(self) -> Optional[bool]:

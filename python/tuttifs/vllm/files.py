@@ -1,7 +1,8 @@
 """The arithmetic between an engine's blocks and files of several blocks. Pure: neither vLLM nor a mount is needed.
 
-A file has `file_tokens` tokens. Every group of layers with a block table of its own has its own block size, which divides
-that, and a pool of its own. Block 0 of vLLM's tables is the null block: it stands where a sliding window has passed.
+A file has `file_tokens` tokens. Every group of layers with a block table of its own has its own block size, which
+divides that, and a pool of its own. Block 0 of vLLM's tables is the null block: it stands where a sliding window has
+passed.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def choose_file_tokens(groups: Sequence[Group], wanted: int) -> int:
     unit = math.lcm(*[g.block_tokens for g in groups])
     if wanted:
         if wanted % unit:
-            raise InvalidError(f"file_tokens is {wanted}: the engine's blocks have {unit} tokens, so it must be a multiple "
-                               "of that")
+            raise InvalidError(f"file_tokens is {wanted}: the engine's blocks have {unit} tokens, so it must be a "
+                               "multiple of that")
         return wanted
     n = unit
     while n < FILE_TOKENS_MAX and min(min(g.block_bytes) * n // g.block_tokens for g in groups) < OBJECT_BYTES:
@@ -79,8 +80,8 @@ class Chain:
 
 def hit(groups: Sequence[Group], file_tokens: int, chain: Sequence[bytes],
         peek: Callable[[Group, Sequence[bytes]], int]) -> int:
-    """The longest prefix, in files, that every group can continue from: all of it in groups of full attention, the files
-    of the window in the others. peek(group, keys) is the number of leading keys that are stored."""
+    """The longest prefix, in files, that every group can continue from: all of it in groups of full attention, the
+    files of the window in the others. peek(group, keys) is the number of leading keys that are stored."""
     n = len(chain)
     for g in groups:
         if n and not g.window:

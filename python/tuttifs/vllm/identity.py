@@ -1,7 +1,7 @@
 """What decides whether two engines' blocks of equal keys are interchangeable, from an engine's configuration.
 
-Nothing is guessed: what is not known is refused, because a wrong hit is wrong text. What vLLM's configuration says about
-how tokens become KV, and has no field of its own in an identity, goes into a digest behind the revision.
+Nothing is guessed: what is not known is refused, because a wrong hit is wrong text. What vLLM's configuration says
+about how tokens become KV, and has no field of its own in an identity, goes into a digest behind the revision.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .options import Options
 # Of a model's own configuration, what says nothing about how it computes.
 _NEUTRAL = {"_name_or_path", "transformers_version", "_commit_hash"}
 
-# vLLM's kinds of groups, and which of their fields is the window. Others keep states, or blocks that are filled otherwise.
+# vLLM's kinds of groups, and which of their fields is the window. Others keep states, or blocks that are filled
+# otherwise.
 _KINDS = {"FullAttentionSpec": "", "MLAAttentionSpec": "", "SlidingWindowSpec": "sliding_window",
           "SlidingWindowMLASpec": "sliding_window", "ChunkedLocalAttentionSpec": "attention_chunk_size"}
 
@@ -67,8 +68,9 @@ def identity(facts: Facts, g: GroupFacts) -> Dict[str, Any]:
     if not facts.config:
         unknown.append("the model's configuration")
     if unknown:
-        raise IdentityError(f"what the engine computes is not known in full: {', '.join(unknown)}. For a model in a local "
-                            'directory give "revision" in kv_connector_extra_config, and change it with the weights')
+        raise IdentityError(f"what the engine computes is not known in full: {', '.join(unknown)}. For a model in a "
+                            'local directory give "revision" in kv_connector_extra_config, and change it with the '
+                            "weights")
     layers = digest([g.group.layers, g.group.block_bytes, g.group.window])
     return {"model": facts.model, "revision": f"{facts.revision}, config {digest(facts.config)}, layers {layers}",
             "weights_epoch": facts.weights_epoch, "dtype": f"{facts.model_dtype}, cache {g.cache_dtype}",
@@ -105,7 +107,8 @@ def group_of(index: int, names: Sequence[str], spec: Any) -> Tuple[Group, str]:
     if len(windows) != 1:
         raise IdentityError(f"layers with the windows {sorted(windows)} in one group")
     window = windows.pop()
-    group = Group(index, tuple(names), int(spec.block_size), tuple(int(s.unpadded_page_size_bytes) for s in each), window)
+    group = Group(index, tuple(names), int(spec.block_size), tuple(int(s.unpadded_page_size_bytes) for s in each),
+                  window)
     return group, f"group {index}, {kind}" + (f", window {window}" if window else "")
 
 
@@ -123,8 +126,8 @@ def facts_of(config: Any, options: Options, file_tokens: int) -> Facts:
     model, parallel = config.model_config, config.parallel_config
     cp = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     if parallel.pipeline_parallel_size != 1 or cp != 1:
-        raise IdentityError("pipeline and context parallelism are not supported: every rank must have all layers of its "
-                            "heads, and all tokens")
+        raise IdentityError("pipeline and context parallelism are not supported: every rank must have all layers of "
+                            "its heads, and all tokens")
     own = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NEUTRAL}
     computed = {
         "model": own, "model_class_overrides": model.model_class_overrides, "model_impl": str(model.model_impl),

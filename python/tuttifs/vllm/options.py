@@ -31,7 +31,8 @@ class Options:
         known = {f.name: f for f in dataclasses.fields(cls)}
         unknown = sorted(set(given) - set(known))
         if unknown:
-            raise InvalidError(f"kv_connector_extra_config has no {', '.join(unknown)}; it knows {', '.join(sorted(known))}")
+            raise InvalidError(f"kv_connector_extra_config has no {', '.join(unknown)}; it knows "
+                               f"{', '.join(sorted(known))}")
         if not given.get("path"):
             raise InvalidError('kv_connector_extra_config needs "path", a path in the mount')
         for name, value in given.items():
@@ -46,8 +47,8 @@ class Options:
         if negative:
             raise InvalidError(f"kv_connector_extra_config: {', '.join(negative)} is negative")
         if o.staging_bytes < STAGING_MIN:
-            raise InvalidError(f"kv_connector_extra_config: staging_bytes is {o.staging_bytes}, at least {STAGING_MIN} are "
-                               "needed")
+            raise InvalidError(f"kv_connector_extra_config: staging_bytes is {o.staging_bytes}, at least {STAGING_MIN} "
+                               "are needed")
         return o
 
 

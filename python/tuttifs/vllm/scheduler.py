@@ -175,7 +175,8 @@ class Scheduling:
     # Loads
 
     def allocated(self, request: Any, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """Blocks were given to what `matched` promised: pins it, and plans the load. With 0 tokens nothing is loaded."""
+        """Blocks were given to what `matched` promised: pins it, and plans the load. With 0 tokens nothing is
+        loaded."""
         if external_tokens <= 0:
             return
         t = self.track(request)

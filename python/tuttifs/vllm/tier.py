@@ -1,5 +1,5 @@
-"""A tier below vLLM's own host memory: for engines whose KV reaches the host by vLLM's offloading, where the connector has no
-way to the device.
+"""A tier below vLLM's own host memory: for engines whose KV reaches the host by vLLM's offloading, where the connector
+has no way to the device.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 10737418240, "secondary_tiers": [{"type": "TuttifsTier", "module_path": "tuttifs.vllm.tier",
@@ -35,7 +35,8 @@ log = logging.getLogger("tuttifs.vllm")
 def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, quantisation: str,
              scale_format: str) -> Dict[str, Any]:
     """What vLLM tells an offloading tier about itself, and what it does not, which the user says."""
-    texts = {"model": config.model.name, "revision": revision, "dtype": config.model.dtype, "quantisation": quantisation,
+    texts = {"model": config.model.name, "revision": revision, "dtype": config.model.dtype,
+             "quantisation": quantisation,
              "scale_format": scale_format}
     unknown = [n for n, v in texts.items() if str(v).strip().lower() in ("", "auto", "unknown", "none")
                and not (n in ("quantisation", "scale_format") and v == "none")]
@@ -45,9 +46,11 @@ def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, q
     groups = [[g.tokens_per_block, g.layer_names, g.group_id] for g in config.groups]
     tokens = config.groups[0].tokens_per_block
     return {**{n: str(v) for n, v in texts.items()}, "weights_epoch": weights_epoch, "page_bytes": chunk_bytes,
-            "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, replicated {config.replicated_layout}",
-            "block_tokens": tokens, "file_tokens": tokens * config.cache.blocks_per_chunk, "tp": p.tp_size, "pp": p.pp_size,
-            "cp": p.pcp_size * p.dcp_size, "group": f"chunks of all ranks, {digest([groups, p.world_size])}"}
+            "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, replicated "
+                      f"{config.replicated_layout}",
+            "block_tokens": tokens, "file_tokens": tokens * config.cache.blocks_per_chunk, "tp": p.tp_size,
+            "pp": p.pp_size, "cp": p.pcp_size * p.dcp_size,
+            "group": f"chunks of all ranks, {digest([groups, p.world_size])}"}
 
 
 class End:
@@ -90,7 +93,8 @@ class TuttifsTier(SecondaryTierManager):
                  quantisation: str, scale_format: str, weights_epoch: int = 0, retry_seconds: float = 5.0,
                  backpressure_detector: Any = None) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        fields = identity(offloading_spec.config, self.block_size_bytes, revision, weights_epoch, quantisation, scale_format)
+        fields = identity(offloading_spec.config, self.block_size_bytes, revision, weights_epoch, quantisation,
+                          scale_format)
         sizes = pieces(self.block_size_bytes)
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         view = primary_kv_view.cast("B")
@@ -151,7 +155,8 @@ class TuttifsTier(SecondaryTierManager):
             self._trouble(end, e)
         except Exception:
             log.exception("tuttifs: a job of the tier failed")
-        self._results.append(JobResult(job.job_id, len(good) == len(keys), tuple(good) or None, time.monotonic() - begun,
+        self._results.append(JobResult(job.job_id, len(good) == len(keys), tuple(good) or None,
+                                       time.monotonic() - begun,
                                        done))
 
     def _offsets(self, chunks: Sequence[int]) -> List[int]:

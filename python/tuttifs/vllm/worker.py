@@ -1,8 +1,8 @@
 """One rank's side: bytes between the engine's blocks and files. It needs PyTorch, and nothing of vLLM.
 
-Blocks are gathered into staging memory within the step that filled them, on the stream that computes, so the engine may do
-with them what it likes afterwards; threads move the staging memory to files and back. What was loaded is copied from
-staging memory to blocks only where it is wanted: a file's first blocks may be others' already.
+Blocks are gathered into staging memory within the step that filled them, on the stream that computes, so the engine
+may do with them what it likes afterwards; threads move the staging memory to files and back. What was loaded is copied
+from staging memory to blocks only where it is wanted: a file's first blocks may be others' already.
 """
 # mypy: disable-error-code="import-not-found"
 
@@ -38,7 +38,8 @@ SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 def blocks_first(cache: Any, blocks: int) -> Any:
-    """A layer's tensor with the engine's blocks as its first axis, whatever its strides, as integers of the same size."""
+    """A layer's tensor with the engine's blocks as its first axis, whatever its strides, as integers of the same
+    size."""
     if cache.shape[0] % blocks:
         raise InvalidError(f"a tensor of shape {tuple(cache.shape)} for {blocks} blocks")
     if cache.shape[0] != blocks:  # the kernel's blocks are parts of the engine's
@@ -130,7 +131,7 @@ def check_staging(options: Options, groups: Sequence[Group], file_tokens: int) -
     """Refuses staging memory that does not hold a file each way."""
     slot = max(Shape.of(g, file_tokens).slot_bytes for g in groups)
     if options.staging_bytes < 2 * slot:
-        raise InvalidError(f"staging_bytes is {options.staging_bytes}: a file takes {slot} bytes, and twice that is needed")
+        raise InvalidError(f"staging_bytes is {options.staging_bytes}: a file takes {slot} bytes, twice that is needed")
 
 
 class End:
@@ -534,8 +535,8 @@ class Worker:
         self.counts.add("unstored_files", len(part.blocks) - len(self._reservation))
 
     def _reserved(self, end: End, store: Store, part: StorePart) -> Reservation:
-        """All of a part's files, which waits for space if it must, or what fits. Ranks join each other's reservation, and
-        one that asks for all is refused where another had to take less."""
+        """All of a part's files, which waits for space if it must, or what fits. Ranks join each other's reservation,
+        and one that asks for all is refused where another had to take less."""
         pool = end.pools[part.group]
         try:
             return pool.reserve(part.keys, part.first, part.reserve, store.tenant)
@@ -569,7 +570,8 @@ class Worker:
         self._new[part.group] = new
 
     def _give_up(self, end: End, store: Store) -> None:
-        """Gives up a store of which other ranks may have their part ready, or begin it later: none of it becomes visible."""
+        """Gives up a store of which other ranks may have their part ready, or begin it later: none of it becomes
+        visible."""
         for part in store.parts:
             try:
                 self._reservation = self._reserved(end, store, part)
@@ -579,8 +581,8 @@ class Worker:
         self._settle(store.number)
 
     def _end_reservation(self) -> None:
-        """Commits what was not written, which gives it up. To abort it would be final only for ranks that have joined: one
-        that comes later would wait for this one."""
+        """Commits what was not written, which gives it up. To abort it would be final only for ranks that have joined:
+        one that comes later would wait for this one."""
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
             if any(lease.status.to_be_written for lease in reservation):
