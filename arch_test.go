@@ -48,8 +48,8 @@ var rooms = map[string][]string{
 	"engine":            {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda", "slack"},
 	"lib":               {"engine", "gio", "stripe", "checksum", "cuda", "contentkey"},
 	"fs":                {"ioctl", "gpufile", "extentmap", "stripe"},
-	"daemon": {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "drive", "drivemodel", "checksum",
-		"phase", "stripe", "wear"},
+	"daemon": {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "nvme/vfio", "drive", "drivemodel",
+		"checksum", "phase", "stripe", "wear"},
 }
 
 // onlyIn names the rooms that may import a module (tests included).

@@ -255,6 +255,9 @@ func (c *Control) attach(conn *net.UnixConn, r *ioctl.AttachRequest) (*member, i
 	if err := c.checkLimits(r); err != nil {
 		return nil, reply, nil, err
 	}
+	if r.Mode == ioctl.ModeReal && !c.o.Real.allows(m.uid) {
+		return nil, reply, nil, ioctl.EPERM
+	}
 	m.setup.Lock()
 	defer m.setup.Unlock()
 	switch {
@@ -313,7 +316,7 @@ func (c *Control) claim(r *ioctl.AttachRequest, cred *unix.Ucred) (*member, erro
 
 func (c *Control) checkLimits(r *ioctl.AttachRequest) error {
 	if r.Lanes == 0 {
-		if r.Depth != 0 || r.DMABytes != 0 {
+		if r.Depth != 0 || r.DMABytes != 0 || r.Mode != ioctl.ModeMediated {
 			return ioctl.EINVAL
 		}
 		return nil
@@ -358,7 +361,13 @@ func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	*word64(s.queues, ioctl.NonceWord) = c.nonce
 	*word32(s.queues, ioctl.StateWord) = ioctl.SessionLive
 	m.depth = r.Depth
-	m.dma, m.authority = &dmaMemory{b: s.dma}, authority{leases: m.leases}
+	m.dma, m.authority = &dmaMemory{b: s.dma, base: ioctl.DMABase}, authority{leases: m.leases}
+	if r.Mode == ioctl.ModeReal {
+		if err := m.handOver(&fds); err != nil {
+			fds.close()
+			return nil, err
+		}
+	}
 	m.lanes = make([]lane, r.Lanes)
 	if err := m.startLanes(); err != nil {
 		fds.close()
@@ -388,6 +397,12 @@ func (m *member) describe(reply *ioctl.AttachReply, fds descriptors) {
 	reply.QueueBlockBytes = uint64(nvme.QueueBytes(int(m.depth)))
 	reply.DMABytes, reply.DMABase = uint64(len(m.shared.dma)), ioctl.DMABase
 	reply.Nonce, reply.SGL, reply.CommandBytes = c.nonce, 1, commandBytes
+	if r := m.real; r != nil {
+		reply.Mode, reply.DMABase, reply.CommandBytes = ioctl.ModeReal, m.dma.base, r.commandBytes
+		if !r.sgl {
+			reply.SGL = 0
+		}
+	}
 	reply.Pollers = uint32(len(m.pollers))
 	for i, d := range m.drives {
 		reply.DriveIndex[i], reply.LBABytes[i] = d.index, uint16(d.lbaBytes)

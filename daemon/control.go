@@ -18,6 +18,7 @@ import (
 	"tuttifs/gpufile"
 	"tuttifs/ioctl"
 	"tuttifs/nvme/emu"
+	"tuttifs/nvme/vfio"
 )
 
 // ControlOptions of NewControl. Zero fields take defaults.
@@ -44,6 +45,9 @@ type ControlOptions struct {
 	Backend        emu.Backend   // way to the drives
 	InOrder        bool          // controllers complete in order
 	QuiesceTimeout time.Duration // for commands in flight when a lane or a process ends, 5 s
+
+	// Real says whose processes may have queue pairs of the SSDs themselves.
+	Real Trust
 
 	Logf func(format string, args ...any) // nil is silent
 }
@@ -116,6 +120,7 @@ type driveController struct {
 	name       string
 	lbaBytes   int
 	controller *emu.Controller
+	own        *vfio.Drive // nil where no driver of ours is behind it
 }
 
 // Control answers the ABI of one mount: ioctls from fs (it is fs.Ioctler), attachments from the socket. It owns the
@@ -260,7 +265,11 @@ func newController(d drive.Drive, index uint16, readOnly bool, o ControlOptions)
 	if err != nil {
 		return driveController{}, fmt.Errorf("daemon: controller of drive %d (%s): %w", index, d.Name(), err)
 	}
-	return driveController{index: index, name: d.Name(), lbaBytes: d.LBABytes(), controller: ctl}, nil
+	own, _ := d.(*vfio.Drive)
+	if use != nil && use.medium != nil || readOnly {
+		own = nil // queue pairs of its own would be as fast as it is, or could write to it
+	}
+	return driveController{index: index, name: d.Name(), lbaBytes: d.LBABytes(), controller: ctl, own: own}, nil
 }
 
 // evictionsMax bounds the evictions under way, each of which keeps up to 2 MiB of keys.
@@ -447,11 +456,14 @@ func mapGeneration(pools []*gpufile.Pool) (sum uint64) {
 
 // MemberInfo describes one process of a session, for status files.
 type MemberInfo struct {
-	Member     uint32    `json:"member"`
-	Session    uint32    `json:"session"`
-	UID        uint32    `json:"uid"`
-	PID        uint32    `json:"pid"`
-	Attached   bool      `json:"attached"`
+	Member   uint32 `json:"member"`
+	Session  uint32 `json:"session"`
+	UID      uint32 `json:"uid"`
+	PID      uint32 `json:"pid"`
+	Attached bool   `json:"attached"`
+	// Mode is "real" if the process has queue pairs of RealDrives' own, past the daemon and its phases; else "mediated".
+	Mode       string    `json:"mode"`
+	RealDrives []uint16  `json:"real_drives,omitempty"`
 	Lanes      uint32    `json:"lanes"`
 	Depth      uint32    `json:"depth"`
 	ArenaBytes uint64    `json:"arena_bytes"`

@@ -40,6 +40,7 @@ type Options struct {
 	Backend           emu.Backend   // way of engines' commands to the drives
 	Profiles          DriveProfiles // of modelled drives
 	Phases            phase.Options // of reads and writes on each drive; Stuck follows from DriveTimeout
+	Real              Trust         // whose engines may have queue pairs of the SSDs themselves
 	SocketDir         string        // for engines' attachments; "": /run/tuttifs
 	MetricsAddress    string        // "" for none
 	NoXattr           bool
@@ -166,7 +167,7 @@ func (d *Daemon) open() (err error) {
 	payload := newPayload(d.volume, o.DriveTimeout)
 	d.store.SetVerifier(payload.verify)
 	d.control, err = NewControl(d.store, ControlOptions{
-		SocketDir: o.SocketDir, Shared: o.AllowOther, Pollers: o.Pollers, Backend: o.Backend,
+		SocketDir: o.SocketDir, Shared: o.AllowOther, Pollers: o.Pollers, Backend: o.Backend, Real: o.Real,
 		Logf: func(format string, args ...any) { o.Log.Info(fmt.Sprintf(format, args...)) },
 	})
 	if err != nil {

@@ -51,7 +51,7 @@ func (d *Daemon) stats() *StatsDocument {
 	if e, ok := d.store.Expectation(); ok {
 		doc.Expectation = &e
 	}
-	info := d.volume.Info()
+	info, real := d.volume.Info(), d.control.realPairs()
 	for i := range info.Drives {
 		dr := &info.Drives[i]
 		doc.ReadErrors += dr.ReadErrors
@@ -67,7 +67,9 @@ func (d *Daemon) stats() *StatsDocument {
 		name := strconv.Itoa(int(dr.Index))
 		doc.DriveErrors[name] = e
 		if _, use := useOf(d.volume.Drive(dr.Index)); use != nil {
-			doc.Phases[name] = newPhaseStats(use.phase.Stats(time.Now()))
+			p := newPhaseStats(use.phase.Stats(time.Now()))
+			p.RealPairs = real[dr.Index]
+			doc.Phases[name] = p
 		}
 	}
 	if info.Degraded {
@@ -167,6 +169,8 @@ var phaseMetrics = []metric[PhaseStats]{
 		func(s *PhaseStats) float64 { return s.WriteLongest }},
 	{"write_wait_now_seconds", "For how long the write that waits longest has waited; 0 if none does.",
 		prometheus.GaugeValue, func(s *PhaseStats) float64 { return s.WriteAge }},
+	gauge("real_queue_pairs", "Queue pairs of the drive's own that engines have now; phases do not hold them back.",
+		func(s *PhaseStats) uint64 { return uint64(s.RealPairs) }),
 }
 
 // logValue is a figure of a drive's own log, 0 where it has none.

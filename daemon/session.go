@@ -48,6 +48,7 @@ type member struct {
 	depth     uint32
 	dma       *dmaMemory
 	authority authority
+	real      *realSide // nil: all is mediated
 
 	acksMu sync.Mutex
 	acks   map[uint16]uint64 // by pool, the map generation that the process says it uses
@@ -65,12 +66,14 @@ type shared struct {
 	arena, queues, dma []byte
 	inode              uint64 // of the arena's memfd
 	lanes, depth       uint32
-	total              uint64 // bytes charged against SharedBytesMax
+	real               []uint16 // drives whose own queue pairs it was given
+	total              uint64   // bytes charged against SharedBytesMax
 }
 
-// lane is one queue pair a drive; nil queues while quiesced.
+// lane is one queue pair a drive: a virtual controller's, or the drive's own. Both are nil while quiesced.
 type lane struct {
 	queues []*emu.Queue
+	pairs  []*realPair
 	live   bool
 }
 
@@ -151,12 +154,15 @@ func (m *member) takeDown(why string) {
 		<-p.done
 	}
 	m.leases.Close()
+	free := m.unmapReal()
 	m.use.Lock()
 	if m.shared.queues != nil {
 		atomic.StoreUint32(word32(m.shared.queues, ioctl.StateWord), ioctl.SessionClosed)
 		ioctl.FutexWake(word32(m.shared.queues, ioctl.TicketWord))
 	}
-	m.shared.unmap()
+	if free {
+		m.shared.unmap()
+	}
 	total := m.shared.total
 	m.shared = shared{}
 	m.use.Unlock()
@@ -220,6 +226,7 @@ func (l *lane) quiesce(deadline time.Time) error {
 		}
 		l.queues[i] = nil
 	}
+	errs = append(errs, l.deletePairs(deadline))
 	if err := errors.Join(errs...); err != nil {
 		return err
 	}
@@ -238,7 +245,7 @@ func (m *member) info() MemberInfo {
 	m.use.RLock()
 	defer m.use.RUnlock()
 	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(),
-		Attached: m.shared.arena != nil, Lanes: m.shared.lanes, Depth: m.shared.depth,
+		Attached: m.shared.arena != nil, Mode: m.shared.mode(), RealDrives: m.shared.real, Lanes: m.shared.lanes, Depth: m.shared.depth,
 		ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
 		Since: m.since, Ending: m.gone.Load(), MapGenerations: m.allAcks()}
 }
@@ -322,11 +329,14 @@ func (s *shared) unmap() {
 }
 
 // dmaMemory is a member's DMA memory as controllers see it.
-type dmaMemory struct{ b []byte }
+type dmaMemory struct {
+	b    []byte
+	base uint64 // I/O address of its first byte
+}
 
 func (d *dmaMemory) Translate(iova uint64, n uint32) []byte {
-	off := iova - ioctl.DMABase
-	if iova < ioctl.DMABase || off > uint64(len(d.b)) || uint64(n) > uint64(len(d.b))-off {
+	off := iova - d.base
+	if iova < d.base || off > uint64(len(d.b)) || uint64(n) > uint64(len(d.b))-off {
 		return nil
 	}
 	return d.b[off : off+uint64(n) : off+uint64(n)]
@@ -345,9 +355,15 @@ func (a authority) Complete(e emu.Access, ok bool) { a.leases.Complete(gpufile.A
 // attachLane begins a lane on every drive. The caller holds setup.
 func (m *member) attachLane(i int) error {
 	l := &m.lanes[i]
-	l.queues = make([]*emu.Queue, len(m.drives))
+	l.queues, l.pairs = make([]*emu.Queue, len(m.drives)), make([]*realPair, len(m.drives))
 	for d := range m.drives {
 		b := m.block(i, d)
+		if m.real.has(d) {
+			if err := m.attachPair(i, d); err != nil {
+				return errors.Join(err, l.quiesce(time.Now().Add(m.c.o.QuiesceTimeout)))
+			}
+			continue
+		}
 		clear(b)
 		memory, err := nvme.MapQueue(b, int(m.depth))
 		if err == nil {
@@ -365,9 +381,13 @@ func (m *member) attachLane(i int) error {
 }
 
 func (m *member) block(lane, d int) []byte {
-	n := nvme.QueueBytes(int(m.depth))
-	off := ioctl.SessionPageBytes + (lane*len(m.drives)+d)*n
+	off, n := m.blockAt(lane, d)
 	return m.shared.queues[off : off+n : off+n]
+}
+
+func (m *member) blockAt(lane, d int) (off, n int) {
+	n = nvme.QueueBytes(int(m.depth))
+	return ioctl.SessionPageBytes + (lane*len(m.drives)+d)*n, n
 }
 
 // startPollers starts the threads that serve the member's queues. The caller holds setup.

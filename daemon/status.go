@@ -276,6 +276,7 @@ type PhaseStats struct {
 	WritersNow    int     `json:"writers_now"`
 	ReadsWaiting  int     `json:"readers_waiting"`
 	WritesWaiting int     `json:"writers_waiting"`
+	RealPairs     int     `json:"real_queue_pairs"` // of engines, now: what goes by them is neither held back nor counted
 }
 
 func newPhaseStats(s phase.Stats) PhaseStats {
@@ -420,6 +421,8 @@ type OptionsDocument struct {
 	// Endurance are the drives' ratings, by index, or by "all" for those without one of their own.
 	Endurance map[string]string `json:"endurance"`
 	Phases    PhaseOptions      `json:"phases"`
+	// Real says whose engines may have queue pairs of the SSDs themselves: "off", "on" or the number of a user.
+	Real string `json:"real"`
 	// DriveProfiles are the names of profiles that drives are held back to, by index, or by "all" for those without one
 	// of their own.
 	DriveProfiles       map[string]string `json:"drive_profiles"`
@@ -460,6 +463,7 @@ func (d *Daemon) optionsDocument() any {
 		AttrTimeoutSeconds: o.AttrTimeout.Seconds(), DriveProfiles: map[string]string{},
 		IO: string(cmp.Or(o.Backend, "auto")), Endurance: map[string]string{},
 		AdmissionOf: map[string]string{}, Phases: newPhaseOptions(o.Phases),
+		Real: o.Real.String(),
 	}
 	for name, policy := range o.Admission.Admissions.Named {
 		doc.AdmissionOf[name] = policy.String()

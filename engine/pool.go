@@ -48,6 +48,14 @@ func (s *Session) OpenPool(spec PoolSpec) (*Pool, error) {
 	if err != nil {
 		return nil, fmt.Errorf("engine: pool %q: %w", spec.Name, err)
 	}
+	// Virtual controllers take commands of any object's size; an SSD has a limit of its own (MDTS).
+	for o := range p.layout.Objects() {
+		if n := uint64(p.layout.ObjectUnits(uint16(o))) * stripe.UnitBytes; n > uint64(s.attach.Reply.CommandBytes) {
+			return nil, fmt.Errorf("engine: pool %q: %w: object %d has %d bytes, and the session's drives take commands of %d: "+
+				"make objects smaller (fewer tokens a file, K and V apart), or use a session without Real", spec.Name, ErrInvalid,
+				o, n, s.attach.Reply.CommandBytes)
+		}
+	}
 	return p, nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -32,7 +33,11 @@ type SessionOptions struct {
 	ChunkCommands int           // as in gio.RingConfig, 0: a batch is spread over all lanes
 	Deadline      time.Duration // of every wait, 30 s
 	GPU           *GPUOptions   // nil: the CPU executor
-	Scheduler     SchedulerOptions
+	// Real asks for queue pairs of the SSDs themselves, where the mount allows it (-o real) and its daemon drives them by
+	// VFIO; other drives stay mediated. Nothing checks the commands then: no block may be committed that was not written
+	// whole. The CPU executor alone uses them.
+	Real      bool
+	Scheduler SchedulerOptions
 }
 
 // withDefaults fills the zero fields, for an executor on the GPU or on the CPU.
@@ -67,6 +72,9 @@ func (o SessionOptions) validate() error {
 	if o.Lanes < 0 || o.Depth < 0 || o.DMABytes < 0 || o.BounceBytes < 0 || o.ArenaBytes < 0 || o.Deadline < 0 ||
 		o.ChunkCommands < 0 || o.StoreBytes < 0 {
 		return fmt.Errorf("%w: negative session option", ErrInvalid)
+	}
+	if o.Real && o.GPU != nil && !o.GPU.Auto {
+		return fmt.Errorf("%w: queue pairs of the SSDs themselves are for the CPU executor", ErrInvalid)
 	}
 	if g := o.GPU; g != nil && (g.StagingBytes < 0 || g.PollSMs < 0) {
 		return fmt.Errorf("%w: negative GPU option", ErrInvalid)
@@ -231,6 +239,10 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 			return nil, err
 		}
 	}
+	if o.Real && s.gpu.context != nil {
+		return nil, errors.Join(fmt.Errorf("%w: queue pairs of the SSDs themselves are for the CPU executor", ErrInvalid),
+			s.gpu.close(nil))
+	}
 	o = o.withDefaults(s.gpu.context != nil)
 	if err := o.allowed(&m.hello); err != nil {
 		return nil, errors.Join(err, s.gpu.close(nil))
@@ -245,8 +257,11 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 	if err = enter(client, &a); err == nil {
 		s.token, s.id = a.Token, a.ID
 		s.attach, err = a.Attach(ioctl.AttachOptions{
-			Lanes: o.Lanes + o.storeLanes(), Depth: o.Depth, DMABytes: uint64(o.DMABytes),
+			Lanes: o.Lanes + o.storeLanes(), Depth: o.Depth, DMABytes: uint64(o.DMABytes), Real: o.Real,
 		})
+		if o.Real && errors.Is(err, ioctl.EPERM) {
+			err = fmt.Errorf("%w: the mount gives this user no queue pairs of its SSDs (mount -o real=...): %w", ErrInvalid, err)
+		}
 	}
 	if err == nil {
 		err = s.build(o)
@@ -272,13 +287,9 @@ func (s *Session) build(o SessionOptions) error {
 		return err
 	}
 	for l := range int(r.Lanes) {
-		var lane []gio.Queue
-		for d := range int(r.Drives) {
-			memory, err := nvme.MapQueue(s.attach.Block(l, d), int(r.Depth))
-			if err != nil {
-				return err
-			}
-			lane = append(lane, gio.Queue{Memory: memory, Drive: r.DriveIndex[d], LBABytes: int(r.LBABytes[d])})
+		lane, err := s.lane(l)
+		if err != nil {
+			return err
 		}
 		s.queues = append(s.queues, lane)
 	}
@@ -293,7 +304,7 @@ func (s *Session) build(o SessionOptions) error {
 			if err := s.attach.Reattach(lane); err != nil {
 				return nil, err
 			}
-			return s.queues[lane], nil
+			return s.lane(lane) // where queue pairs are an SSD's own, they have other doorbells now
 		},
 	}
 	if s.gpu.context != nil {
@@ -309,6 +320,28 @@ func (s *Session) build(o SessionOptions) error {
 	return err
 }
 
+// lane is the queue pairs of a lane as they are now.
+func (s *Session) lane(l int) ([]gio.Queue, error) {
+	r := &s.attach.Reply
+	lane := make([]gio.Queue, r.Drives)
+	for d := range lane {
+		memory, err := nvme.MapQueue(s.attach.Block(l, d), int(r.Depth))
+		if err != nil {
+			return nil, err
+		}
+		lane[d] = gio.Queue{Memory: memory, Drive: r.DriveIndex[d], LBABytes: int(r.LBABytes[d])}
+		tail, head, err := s.attach.Bells(l, d)
+		if err != nil {
+			return nil, err
+		}
+		if tail != nil {
+			lane[d].Memory.SQTail, lane[d].Memory.CQHead = tail, head
+			lane[d].Device, lane[d].Namespace = true, s.attach.DriveBells(d).NSID
+		}
+	}
+	return lane, nil
+}
+
 // aboutRing is the part of Describe that all executors share.
 func aboutRing(c *gio.RingConfig) string {
 	mode := "direct only"
@@ -319,14 +352,31 @@ func aboutRing(c *gio.RingConfig) string {
 	if c.SGL {
 		descriptors = "SGL"
 	}
-	about := fmt.Sprintf("%s: %d lanes on %d drives, %d entries a queue, %s; bounce %s of %s DMA memory",
-		mode, len(c.Lanes)-c.StoreLanes, len(c.Lanes[0]), len(c.Lanes[0][0].Memory.SQ), descriptors,
+	about := fmt.Sprintf("%s: %s%d lanes on %d drives, %d entries a queue, %s; bounce %s of %s DMA memory",
+		mode, aboutQueues(c.Lanes[0]), len(c.Lanes)-c.StoreLanes, len(c.Lanes[0]), len(c.Lanes[0][0].Memory.SQ), descriptors,
 		sizeText(c.BounceBytes), sizeText(len(c.DMA)))
 	if c.StoreBytes > 0 {
 		about += fmt.Sprintf(", store buffer %s of it with %d more lanes, policy %v",
 			sizeText(c.StoreBytes), c.StoreLanes, c.StorePolicy)
 	}
 	return about
+}
+
+// aboutQueues says which drives serve their queues themselves.
+func aboutQueues(lane []gio.Queue) string {
+	var real []string
+	for d := range lane {
+		if lane[d].Device {
+			real = append(real, fmt.Sprint(lane[d].Drive))
+		}
+	}
+	switch {
+	case len(real) == 0:
+		return "mediated: "
+	case len(real) == len(lane):
+		return "real queue pairs of all drives: "
+	}
+	return "real queue pairs of drives " + strings.Join(real, ", ") + ", others mediated: "
 }
 
 // sizeText is a size in MiB, or in bytes where that is no whole number.
@@ -352,6 +402,7 @@ func (s *Session) watch() {
 		case <-tick.C:
 			if !s.attach.Alive() {
 				s.ring.Abandon(ErrGone)
+				_ = s.attach.Silence() // else the next daemon finds the SSDs in use until Close
 				return
 			}
 			s.publish()

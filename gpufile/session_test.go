@@ -480,8 +480,8 @@ func TestHoldWrite(t *testing.T) {
 	checkPool(t, p)
 }
 
-// TestVouch: a member whose commands nobody sees commits by its word, for the drives that it vouches for; and its slots go
-// to nobody else while it may be writing to them.
+// TestVouch: a member whose commands nobody sees commits by its word, for the drives that it vouches for; and its slots
+// go to nobody else while it may be writing to them.
 func TestVouch(t *testing.T) {
 	w := newWorld(t, 2, 64*mib, Options{ReserveTimeout: time.Minute})
 	p := w.pool("a", 2, nil)

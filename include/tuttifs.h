@@ -495,14 +495,16 @@ TUTTIFS_SIZE(tuttifs_ticket, 40);
 /* The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket
  * whose path SESSION_CREATE and SESSION_JOIN answer. The engine sends one struct
  * tuttifs_attach_request and gets one struct tuttifs_attach_reply with up to three descriptors
- * (SCM_RIGHTS): arena, queues, DMA memory. The connection stays open: its end means that the
- * process is gone. Later messages on it are struct tuttifs_attach_request and struct
- * tuttifs_attach_reply too, without descriptors. */
+ * (SCM_RIGHTS): arena, queues, DMA memory; and one more for each drive whose own queue pairs it
+ * gets. The connection stays open: its end means that the process is gone. Later messages on it are
+ * struct tuttifs_attach_request and struct tuttifs_attach_reply too, without descriptors. */
 #define TUTTIFS_ATTACH_MAGIC 1096045908 /* "TUTA" */
 #define TUTTIFS_MESSAGE_ATTACH 1 /* first message: make the memory */
 #define TUTTIFS_MESSAGE_QUIESCE 2 /* stop lane Lane: when the reply says 0 nothing of it touches memory or drives any more */
 #define TUTTIFS_MESSAGE_REATTACH 3 /* begin lane Lane again with zeroed queues */
 #define TUTTIFS_MESSAGE_PING 4 /* answers 0 */
+#define TUTTIFS_MODE_MEDIATED 0 /* the daemon's virtual controllers serve all queues */
+#define TUTTIFS_MODE_REAL 1 /* SSDs that the daemon drives serve theirs; the rest is mediated. EPERM without the mount's leave (-o real) */
 #define TUTTIFS_LANES_MAX 64
 #define TUTTIFS_DEPTH_MAX 4096
 #define TUTTIFS_DMA_BASE 0x10000000000ull /* TUTTIFS_DMA_BASE is the I/O address of the DMA memory's first byte. */
@@ -520,7 +522,9 @@ struct tuttifs_attach_request {
 	uint32_t lane; /* for TUTTIFS_MESSAGE_QUIESCE and TUTTIFS_MESSAGE_REATTACH */
 	uint64_t dma_bytes; /* 0 without lanes */
 	uint8_t token[TUTTIFS_TOKEN_BYTES];
-	uint64_t reserved[8];
+	uint32_t mode; /* Mode* */
+	uint32_t pad;
+	uint64_t reserved[7];
 };
 TUTTIFS_SIZE(tuttifs_attach_request, 120);
 
@@ -531,7 +535,7 @@ struct tuttifs_attach_reply {
 	uint16_t kind; /* of the request */
 	uint32_t size; /* of this struct */
 	int32_t error; /* 0, or a positive errno; then the rest is zero */
-	uint32_t descriptors; /* sent along: arena, queues, DMA memory, in this order; DMA only if DMABytes is not zero */
+	uint32_t descriptors; /* sent along: arena, queues, DMA memory if DMABytes is not zero, drives with struct tuttifs_drive_bells, in order */
 	uint32_t lanes;
 	uint32_t depth;
 	uint32_t drives;
@@ -544,7 +548,7 @@ struct tuttifs_attach_reply {
 	uint32_t sgl; /* 1 if the controllers take SGL data blocks */
 	uint32_t command_bytes; /* largest transfer of one command */
 	uint32_t pollers; /* threads that may sleep on TUTTIFS_WAKE_WORD: wake them all */
-	uint32_t reserved; /* zero */
+	uint32_t mode; /* TUTTIFS_MODE_REAL if a drive's own queue pairs were given */
 	uint16_t drive_index[TUTTIFS_DRIVES_MAX]; /* of the d-th drive */
 	uint16_t lba_bytes[TUTTIFS_DRIVES_MAX]; /* of the d-th drive */
 	uint64_t reserved2[4]; /* zero */
@@ -564,9 +568,32 @@ TUTTIFS_SIZE(tuttifs_attach_reply, 384);
 #define TUTTIFS_MAP_GENERATION_WORD 192 /* u64: counted up when any pool's rows have changed */
 #define TUTTIFS_TICKET_WORD 256 /* u32: counted up, and woken as a futex, when a ticket of this process finishes */
 #define TUTTIFS_COUNTERS_OFFSET 1024 /* struct tuttifs_engine_counters, written by the engine */
+#define TUTTIFS_BELLS_OFFSET 2048 /* struct tuttifs_drive_bells of each drive, written by the daemon before the reply */
 #define TUTTIFS_HEARTBEAT_MILLISECONDS 100
 #define TUTTIFS_SESSION_LIVE 1
 #define TUTTIFS_SESSION_CLOSED 2
+
+/* struct tuttifs_drive_bells lie at TUTTIFS_BELLS_OFFSET of the session page, for one drive after
+ * the other: where the doorbells of queue pairs of the drive's own can be mapped from. Zero: its
+ * queues are the daemon's virtual controller's. */
+struct tuttifs_drive_bells {
+	uint64_t offset; /* to map the drive's descriptor at */
+	uint32_t bytes; /* to map: whole pages */
+	uint32_t nsid; /* namespace that commands are for */
+};
+TUTTIFS_SIZE(tuttifs_drive_bells, 16);
+
+/* struct tuttifs_pair_bells lie at TUTTIFS_PAIR_OFFSET of the queue block of a drive with struct
+ * tuttifs_drive_bells: offsets of the pair's doorbells in what was mapped, written by the daemon
+ * whenever the lane begins. The doorbells of nvme.MapQueue are not used then. */
+struct tuttifs_pair_bells {
+	uint32_t sq_tail;
+	uint32_t cq_head;
+};
+TUTTIFS_SIZE(tuttifs_pair_bells, 8);
+
+/* TUTTIFS_PAIR_OFFSET is of a queue block, in its page of doorbells. */
+#define TUTTIFS_PAIR_OFFSET 256
 
 /* struct tuttifs_engine_counters lie at TUTTIFS_COUNTERS_OFFSET of the session page: what a
  * process's scheduler and store buffer have counted since it attached. The process stores each

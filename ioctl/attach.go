@@ -9,7 +9,7 @@ import (
 
 // The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket whose path
 // SESSION_CREATE and SESSION_JOIN answer. The engine sends one AttachRequest and gets one AttachReply with up to
-// three descriptors (SCM_RIGHTS): arena, queues, DMA memory. The connection stays open: its end means that the
+// three descriptors (SCM_RIGHTS): arena, queues, DMA memory; and one more for each drive whose own queue pairs it gets. The connection stays open: its end means that the
 // process is gone. Later messages on it are AttachRequest and AttachReply too, without descriptors.
 const (
 	AttachMagic = 0x41545554 // "TUTA"
@@ -18,6 +18,10 @@ const (
 	MessageQuiesce  = 2 // stop lane Lane: when the reply says 0 nothing of it touches memory or drives any more
 	MessageReattach = 3 // begin lane Lane again with zeroed queues
 	MessagePing     = 4 // answers 0
+
+	// Modes of an attachment.
+	ModeMediated = 0 // the daemon's virtual controllers serve all queues
+	ModeReal     = 1 // SSDs that the daemon drives serve theirs; the rest is mediated. EPERM without the mount's leave (-o real)
 
 	LanesMax = 64
 	DepthMax = 4096
@@ -39,7 +43,9 @@ type AttachRequest struct {
 	Lane     uint32 // for MessageQuiesce and MessageReattach
 	DMABytes uint64 // 0 without lanes
 	Token    [TokenBytes]byte
-	Reserved [8]uint64
+	Mode     uint32 // Mode*
+	Pad      uint32
+	Reserved [7]uint64
 }
 
 // AttachReply is what the daemon answers.
@@ -50,7 +56,7 @@ type AttachReply struct {
 	Kind            uint16 // of the request
 	Size            uint32 // of this struct
 	Errno           int32  // 0, or a positive errno; then the rest is zero
-	Descriptors     uint32 // sent along: arena, queues, DMA memory, in this order; DMA only if DMABytes is not zero
+	Descriptors     uint32 // sent along: arena, queues, DMA memory if DMABytes is not zero, drives with DriveBells, in order
 	Lanes           uint32
 	Depth           uint32
 	Drives          uint32
@@ -63,7 +69,7 @@ type AttachReply struct {
 	SGL             uint32            // 1 if the controllers take SGL data blocks
 	CommandBytes    uint32            // largest transfer of one command
 	Pollers         uint32            // threads that may sleep on WakeWord: wake them all
-	Reserved        uint32            // zero
+	Mode            uint32            // ModeReal if a drive's own queue pairs were given
 	DriveIndex      [DrivesMax]uint16 // of the d-th drive
 	LBABytes        [DrivesMax]uint16 // of the d-th drive
 	Reserved2       [4]uint64         // zero
@@ -84,12 +90,33 @@ const (
 	TicketWord        = 256 // u32: counted up, and woken as a futex, when a ticket of this process finishes
 
 	CountersOffset = 1024 // EngineCounters, written by the engine
+	BellsOffset    = 2048 // DriveBells of each drive, written by the daemon before the reply
 
 	HeartbeatMilliseconds = 100
 
 	SessionLive   = 1
 	SessionClosed = 2
 )
+
+// DriveBells lie at BellsOffset of the session page, for one drive after the other: where the doorbells of queue pairs of
+// the drive's own can be mapped from. Zero: its queues are the daemon's virtual controller's.
+type DriveBells struct {
+	_      structs.HostLayout
+	Offset uint64 // to map the drive's descriptor at
+	Bytes  uint32 // to map: whole pages
+	NSID   uint32 // namespace that commands are for
+}
+
+// PairBells lie at PairOffset of the queue block of a drive with DriveBells: offsets of the pair's doorbells in what was
+// mapped, written by the daemon whenever the lane begins. The doorbells of nvme.MapQueue are not used then.
+type PairBells struct {
+	_      structs.HostLayout
+	SQTail uint32
+	CQHead uint32
+}
+
+// PairOffset is of a queue block, in its page of doorbells.
+const PairOffset = 256
 
 // EngineCounters lie at CountersOffset of the session page: what a process's scheduler and store buffer have counted
 // since it attached. The process stores each field at once, some times a second, Version last. The daemon shows them
@@ -168,7 +195,9 @@ func ParseAttachRequest(b []byte) (AttachRequest, error) {
 		return r, fmt.Errorf("%w: size field %d: %w", ErrMessage, r.Size, EINVAL)
 	case r.Kind < MessageAttach || r.Kind > MessagePing:
 		return r, fmt.Errorf("%w: kind %d: %w", ErrMessage, r.Kind, EINVAL)
-	case r.Reserved != [8]uint64{}:
+	case r.Mode > ModeReal:
+		return r, fmt.Errorf("%w: mode %d: %w", ErrMessage, r.Mode, EINVAL)
+	case r.Pad != 0 || r.Reserved != [7]uint64{}:
 		return r, fmt.Errorf("%w: reserved field is not zero: %w", ErrMessage, EINVAL)
 	}
 	return r, nil
@@ -195,6 +224,9 @@ func ParseAttachReply(b []byte) (AttachReply, error) {
 	if r.Lanes > LanesMax || r.Depth > DepthMax || r.Drives > DrivesMax || r.QueueBlockBytes > 1<<24 ||
 		r.QueuesBytes > 1<<40 || r.ArenaBytes > ArenaBytesMax || r.DMABytes > 1<<40 {
 		return r, fmt.Errorf("%w: reply names more than its limits", ErrMessage)
+	}
+	if r.Mode > ModeReal {
+		return r, fmt.Errorf("%w: reply names mode %d", ErrMessage, r.Mode)
 	}
 	if need := r.QueueOffset(int(r.Lanes), 0); r.Errno == 0 && r.Kind == MessageAttach && need > r.QueuesBytes {
 		return r, fmt.Errorf("%w: queues need %d bytes, reply names %d", ErrMessage, need, r.QueuesBytes)

@@ -30,7 +30,7 @@ func TestAttachRequestMalformed(t *testing.T) {
 		{"size", EINVAL, func(r *AttachRequest) []byte { r.Size++; return r.Bytes() }},
 		{"kind 0", EINVAL, func(r *AttachRequest) []byte { r.Kind = 0; return r.Bytes() }},
 		{"kind 9", EINVAL, func(r *AttachRequest) []byte { r.Kind = 9; return r.Bytes() }},
-		{"reserved", EINVAL, func(r *AttachRequest) []byte { r.Reserved[7] = 1; return r.Bytes() }},
+		{"reserved", EINVAL, func(r *AttachRequest) []byte { r.Reserved[6] = 1; return r.Bytes() }},
 	} {
 		r := NewAttachRequest(MessagePing)
 		_, err := ParseAttachRequest(c.edit(&r))

@@ -20,6 +20,7 @@ type AttachOptions struct {
 	Lanes    int    // 0 for an arena alone
 	Depth    int    // entries of each queue, a power of two
 	DMABytes uint64 // memory that controllers reach
+	Real     bool   // queue pairs of the SSDs themselves, where the daemon drives them
 }
 
 // Attachment is a member's end of its shared memory. Arena, Queues and DMA are mapped until Close.
@@ -28,6 +29,9 @@ type Attachment struct {
 	Arena  []byte
 	Queues []byte // session page and queue blocks
 	DMA    []byte // nil without
+
+	bellsMu sync.RWMutex
+	bells   [][]byte // by drive: registers that have its doorbells; nil for drives without queue pairs of their own
 
 	mu     sync.Mutex // guards the socket: one request and its reply at a time
 	socket int        // -1 when closed
@@ -52,6 +56,9 @@ func (s *Session) Attach(o AttachOptions) (*Attachment, error) {
 	r := NewAttachRequest(MessageAttach)
 	r.Session, r.Member, r.Token = s.ID, s.Member, s.Token
 	r.Lanes, r.Depth, r.DMABytes = uint32(o.Lanes), uint32(o.Depth), o.DMABytes
+	if o.Real {
+		r.Mode = ModeReal
+	}
 	reply, fds, err := a.exchange(&r)
 	if err == nil {
 		a.Reply = reply
@@ -127,7 +134,7 @@ func (a *Attachment) mapAll(fds []int) error {
 	if a.Reply.DMABytes == 0 {
 		regions = regions[:2]
 	}
-	if len(fds) != len(regions) {
+	if len(fds) < len(regions) {
 		return fmt.Errorf("%w: %d descriptors, want %d", ErrMessage, len(fds), len(regions))
 	}
 	for i, r := range regions {
@@ -143,7 +150,76 @@ func (a *Attachment) mapAll(fds []int) error {
 		}
 		*r.to = b
 	}
+	return a.mapBells(fds[len(regions):])
+}
+
+// mapBells maps the doorbells of drives that have queue pairs of their own. A descriptor is not needed after that: it
+// would keep the device from a daemon that starts again.
+func (a *Attachment) mapBells(fds []int) error {
+	a.bells = make([][]byte, a.Reply.Drives)
+	for d := range a.bells {
+		at := a.DriveBells(d)
+		if at.Bytes == 0 {
+			continue
+		}
+		if len(fds) == 0 || a.Reply.Mode != ModeReal || at.Bytes > bellsMax || at.Offset > math.MaxInt64-bellsMax {
+			return fmt.Errorf("%w: doorbells of drive %d: %d bytes at %#x, with %d descriptors left", ErrMessage,
+				a.Reply.DriveIndex[d], at.Bytes, at.Offset, len(fds))
+		}
+		b, err := unix.Mmap(fds[0], int64(at.Offset), int(at.Bytes), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+		if err != nil {
+			return fmt.Errorf("ioctl: map the doorbells of drive %d: %w", a.Reply.DriveIndex[d], err)
+		}
+		a.bells[d], fds = b, fds[1:]
+		if err := unix.Madvise(b, unix.MADV_DONTFORK); err != nil {
+			return fmt.Errorf("ioctl: doorbells of drive %d: %w", a.Reply.DriveIndex[d], err)
+		}
+	}
+	if len(fds) != 0 {
+		return fmt.Errorf("%w: %d descriptors are left over", ErrMessage, len(fds))
+	}
 	return nil
+}
+
+// bellsMax bounds the doorbells of one controller: 65536 queues, 32 bytes apart.
+const bellsMax = 4 << 20
+
+// DriveBells says how the d-th drive's own queue pairs are rung, if it has any.
+func (a *Attachment) DriveBells(d int) DriveBells {
+	return *(*DriveBells)(unsafe.Pointer(&a.Queues[BellsOffset+d*int(unsafe.Sizeof(DriveBells{}))]))
+}
+
+// Bells are the doorbells of a lane's queue pair on the d-th drive, which are registers; nil where the daemon's virtual
+// controller serves the queue. They stay until Close, wherever Silence leaves what is written to them.
+func (a *Attachment) Bells(lane, d int) (sqTail, cqHead *uint32, err error) {
+	a.bellsMu.RLock()
+	defer a.bellsMu.RUnlock()
+	if a.bells == nil || a.bells[d] == nil {
+		return nil, nil, nil
+	}
+	pair := *(*PairBells)(unsafe.Pointer(&a.Block(lane, d)[PairOffset]))
+	b := a.bells[d]
+	if pair.SQTail%4 != 0 || pair.CQHead%4 != 0 || int64(pair.SQTail) > int64(len(b)-4) || int64(pair.CQHead) > int64(len(b)-4) {
+		return nil, nil, fmt.Errorf("%w: doorbells at %#x and %#x of %d bytes", ErrMessage, pair.SQTail, pair.CQHead, len(b))
+	}
+	return (*uint32)(unsafe.Pointer(&b[pair.SQTail])), (*uint32)(unsafe.Pointer(&b[pair.CQHead])), nil
+}
+
+// Silence puts memory of nobody's where the doorbells were mapped: what is rung from then on is not heard, and the
+// devices are free for the next daemon. For when the daemon is gone.
+func (a *Attachment) Silence() error {
+	a.bellsMu.Lock()
+	defer a.bellsMu.Unlock()
+	var errs []error
+	for _, b := range a.bells {
+		if b == nil {
+			continue
+		}
+		_, err := unix.MmapPtr(-1, 0, unsafe.Pointer(unsafe.SliceData(b)), uintptr(len(b)), unix.PROT_READ|unix.PROT_WRITE,
+			unix.MAP_PRIVATE|unix.MAP_ANONYMOUS|unix.MAP_FIXED)
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
 }
 
 // Quiesce asks the daemon to stop a lane. After nil nothing of the lane touches memory or drives any more.
@@ -253,6 +329,12 @@ func (a *Attachment) Close() error {
 		errs = append(errs, Unmap(*b))
 		*b = nil
 	}
+	a.bellsMu.Lock()
+	defer a.bellsMu.Unlock()
+	for _, b := range a.bells {
+		errs = append(errs, Unmap(b))
+	}
+	a.bells = nil
 	return errors.Join(errs...)
 }
 
@@ -274,7 +356,7 @@ func sendMessage(socket int, b []byte, fds []int) error {
 var ErrHangUp = errors.New("ioctl: the other end of the socket is gone")
 
 // descriptorsMax bounds what one message may carry.
-const descriptorsMax = 8
+const descriptorsMax = 3 + DrivesMax
 
 // receiveMessage receives one packet of at most n bytes; a longer one is an error. Descriptors that came along are
 // returned even with an error, for the caller to close.

@@ -283,5 +283,6 @@ func abiStructs() []reflect.Type {
 		reflect.TypeFor[Evict](), reflect.TypeFor[Unlink](), reflect.TypeFor[Extent](), reflect.TypeFor[Extents](),
 		reflect.TypeFor[Stats](), reflect.TypeFor[Event](), reflect.TypeFor[Events](), reflect.TypeFor[Ticket](),
 		reflect.TypeFor[AttachRequest](), reflect.TypeFor[AttachReply](), reflect.TypeFor[EngineCounters](),
+		reflect.TypeFor[DriveBells](), reflect.TypeFor[PairBells](),
 	}
 }

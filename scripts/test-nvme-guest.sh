@@ -100,6 +100,7 @@ drivers() {
 }
 
 replay='tuttifs replay --scale 1024'
+options= # of mount, in lives
 # state DRIVE WORD: so 'drive list' must call it.
 state() { tuttifs drive list /mnt/kv | grep -q "^$1  *$2 "; }
 # files N: so many are there, or more.
@@ -143,7 +144,7 @@ conformance() {
 lives() {
   must tuttifs mkfs -f -L kv "$@"
   grep '^drive' /tmp/out
-  must tuttifs mount --log /tmp/log "$@" /mnt/kv
+  must tuttifs mount --log /tmp/log $options "$@" /mnt/kv
   must $replay /tmp/trace /mnt/kv
   grep -e blocks -e read -e written /tmp/out
   timeout 60 $replay /tmp/more /mnt/kv >/tmp/killed 2>&1 &
@@ -155,7 +156,7 @@ lives() {
   tail -n 1 /tmp/killed
   must umount /mnt/kv
   expect 1 tuttifs fsck -p --data "$@" # 1: the journal was replayed
-  must tuttifs mount --log /tmp/log "$@" /mnt/kv
+  must tuttifs mount --log /tmp/log $options "$@" /mnt/kv
   must $replay --json /tmp/trace /mnt/kv
   [ "$(number hit_rate)" = 1 ] || fail "of what was stored before, $(number hit_rate) is there"
   must tuttifs umount /mnt/kv
@@ -180,6 +181,40 @@ volume() {
   must tuttifs fsck -n --data "$(node A 1)" "$(node B 1)" "$(node C 1)" "$(node D 1)" "$(node D 2)"
   tail -n 2 /tmp/out
 }
+
+# mediated: no engine has queue pairs of a drive's own.
+mediated() { ! tuttifs info /mnt/kv | grep -q 'real'; }
+
+real() {
+  title "a volume whose engine has queue pairs of the SSDs themselves, and whose daemon is killed while it stores"
+  must tuttifs drives bind --force --force $A $B $D
+  options='-o real=on' replay='tuttifs replay --scale 1024 --real'
+  lives $A $B $D/2
+
+  title "an engine that drives the SSDs is killed"
+  must tuttifs mount --log /tmp/log $options $A $B $D/2 /mnt/kv
+  $replay /tmp/more /mnt/kv >/tmp/killed 2>&1 &
+  within 10 busy
+  grep 'real on' /tmp/out
+  kill -KILL $!
+  wait $!
+  within 10 mediated
+  must tuttifs umount /mnt/kv
+
+  title "the same volume where the mount does not allow it"
+  must tuttifs mount --log /tmp/log $A $B $D/2 /mnt/kv
+  expect 1 $replay /tmp/trace /mnt/kv
+  says 'mount -o real='
+  replay='tuttifs replay --scale 1024' options=
+  must $replay --json /tmp/trace /mnt/kv
+  [ "$(number hit_rate)" = 1 ] || fail "of what was stored before, $(number hit_rate) is there"
+  must tuttifs umount /mnt/kv
+  must tuttifs fsck -n --data $A $B $D/2
+  tail -n 2 /tmp/out
+  must tuttifs drives unbind $A $B $D
+  nodes
+}
+busy() { tuttifs info /mnt/kv | grep 'real on'; }
 
 errors() {
   title "a drive with bytes that cannot be read, and others that cannot be written"

@@ -5,7 +5,7 @@
 # drives are checked here, where no driver of anybody stands between.
 # Ends within the limit, and leaves nothing behind, whatever ends it: not even SIGKILL.
 set -euo pipefail
-programs=$1 cache=$2 steps=${3:-conformance,volume,errors,faults}
+programs=$1 cache=$2 steps=${3:-conformance,volume,real,errors,faults}
 limit=${TUTTIFS_NVME_LIMIT:-290} # seconds; on a machine of its own half of it is enough
 scripts=$(cd "$(dirname "$0")" && pwd)
 fail() { echo "test-nvme: $*" >&2; exit 1; }

@@ -60,6 +60,8 @@ type infoDocument struct {
 	// Phases are there for a mount.
 	Phases       map[string]daemon.PhaseStats `json:"phases,omitempty"` // by index
 	PhaseOptions *daemon.PhaseOptions         `json:"phase_options,omitempty"`
+	// Processes are engines', of a mount; each with its mode.
+	Processes []daemon.MemberInfo `json:"processes,omitempty"`
 
 	wear map[string]daemon.DriveWear
 }
@@ -110,14 +112,15 @@ func mountInfo(dir string) (*infoDocument, error) {
 	var drives daemon.DrivesDocument
 	var stats daemon.StatsDocument
 	var options daemon.OptionsDocument
+	var sessions daemon.SessionsDocument
 	for name, v := range map[string]any{"volume": &doc.VolumeDocument, "drives": &drives, "stats": &stats,
-		"options": &options} {
+		"options": &options, "sessions": &sessions} {
 		if err := readStatus(dir, name, v); err != nil {
 			return nil, err
 		}
 	}
 	doc.Drives, doc.Space, doc.Stats, doc.wear = drives.Drives, stats.Space, stats.Pools, stats.Wear
-	doc.Phases, doc.PhaseOptions = stats.Phases, &options.Phases
+	doc.Phases, doc.PhaseOptions, doc.Processes = stats.Phases, &options.Phases, sessions.Processes
 	return doc, nil
 }
 
@@ -197,6 +200,7 @@ func (d *infoDocument) print(e *env) {
 		}
 	}
 	d.printPhases(e)
+	d.printProcesses(e)
 	if d.RowsUnavailable > 0 {
 		e.printf("%d rows are on lost drives; their files are misses until 'tuttifs drive add' brings the drives back\n",
 			d.RowsUnavailable)
@@ -243,6 +247,29 @@ func (d *infoDocument) printPhases(e *env) {
 			ms(p.ReadLongest), p.WriteSeconds, ms(p.WriteLongest), ms(p.WriteAge), p.Stuck, p.Mixed)
 	}
 	w.Flush()
+}
+
+// printProcesses shows the engines' processes, and how they reach the drives.
+func (d *infoDocument) printProcesses(e *env) {
+	if len(d.Processes) == 0 {
+		return
+	}
+	e.printf("\n")
+	w := table(e.stdout)
+	fmt.Fprintf(w, "SESSION\tPROCESS\tUSER\tMODE\tLANES\tDMA MEMORY\n")
+	for _, p := range d.Processes {
+		mode := p.Mode
+		if len(p.RealDrives) > 0 {
+			mode += " on drives " + strings.Trim(fmt.Sprint(p.RealDrives), "[]")
+		}
+		fmt.Fprintf(w, "%d\t%d\t%d\t%s\t%d\t%s\n", p.Session, p.PID, p.UID, mode, p.Lanes, humanBytes(p.DMABytes))
+	}
+	w.Flush()
+	for _, dr := range d.Drives {
+		if n := d.Phases[strconv.Itoa(int(dr.Index))].RealPairs; n > 0 {
+			e.printf("drive %d: phases do not hold back what goes by %d real queue pairs\n", dr.Index, n)
+		}
+	}
 }
 
 func orDash(s string) string {

@@ -91,6 +91,12 @@ var mountOptionTable = []mountOption{
 		func(s *mountSettings, v string) error {
 			return parseTime(v, phase.QuietMin, phase.QuietMax, &s.daemon.Phases.Quiet)
 		}},
+	{"real", "off|on|UID", "engines that ask for it get queue pairs of SSDs bound to VFIO: all engines, or those of one " +
+		"user; they can read and write everything on those drives (default off)",
+		func(s *mountSettings, v string) (err error) {
+			s.daemon.Real, err = daemon.ParseTrust(v)
+			return err
+		}},
 	{"volume", "LABEL|UUID", "the volume, when SPEC is none", func(s *mountSettings, v string) error {
 		s.volume = v
 		return nil

@@ -32,6 +32,7 @@ type replayOptions struct {
 	limit        int
 	dmaBytes     sizeFlag
 	lanes        int
+	real         bool
 	json         bool
 }
 
@@ -65,6 +66,7 @@ func newReplay() *command {
 	f.IntVar(&o.limit, "requests", 0, "replay only so many requests (default all)")
 	f.Var(&o.dmaBytes, "memory", "memory for KV bytes in flight")
 	f.IntVar(&o.lanes, "lanes", 0, "lanes of the session's ring (default 4)")
+	f.BoolVar(&o.real, "real", false, "by queue pairs of the SSDs themselves, where the mount allows it (-o real)")
 	f.BoolVar(&o.json, "json", false, "print the summary as JSON")
 	return &command{
 		name: "replay", synopsis: "[FLAGS] TRACE [MOUNT]", summary: "replay a trace of requests and verify every byte",
@@ -115,6 +117,8 @@ func (o *replayOptions) check(args []string) (trace string, err error) {
 	switch {
 	case o.metadataOnly && o.mount != "":
 		return "", usagef("--metadata-only needs no mount")
+	case o.metadataOnly && o.real:
+		return "", usagef("--real is for a mount, not for --metadata-only")
 	case !o.metadataOnly && o.mount == "":
 		return "", usagef("name the mount point behind the trace, or use --metadata-only")
 	case !o.metadataOnly && o.policy != "":

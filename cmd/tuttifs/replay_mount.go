@@ -60,7 +60,7 @@ func openMountTarget(o *replayOptions) (t *mountTarget, err error) {
 	}
 	bounce := bounceBytes(&geometry)
 	options := engine.SessionOptions{DMABytes: int(o.dmaBytes)&^(stripe.UnitBytes-1) + bounce, BounceBytes: bounce,
-		Lanes: o.lanes}
+		Lanes: o.lanes, Real: o.real}
 	if t.session, err = t.mount.NewSession(options); err != nil {
 		return t, explainSession(o.mount, err)
 	}

@@ -76,8 +76,10 @@ func TestIOVAsOfChoice(t *testing.T) {
 	require.NoError(t, err)
 	whole := slices.Clone(v.free)
 	require.True(t, v.take(5<<20, PageBytes))
-	for _, bad := range []span{{5 << 20, PageBytes}, {5<<20 - PageBytes, 2 * PageBytes}, {2 << 20, PageBytes}, {0, PageBytes},
-		{8<<20 - PageBytes, 2 * PageBytes}, {4 << 20, 0}, {4 << 20, 1 << 63}} {
+	for _, bad := range []span{
+		{5 << 20, PageBytes}, {5<<20 - PageBytes, 2 * PageBytes}, {2 << 20, PageBytes}, {0, PageBytes},
+		{8<<20 - PageBytes, 2 * PageBytes}, {4 << 20, 0}, {4 << 20, 1 << 63},
+	} {
 		require.False(t, v.take(bad.first, bad.last), "%d bytes at %#x", bad.last, bad.first)
 	}
 	require.True(t, v.take(4<<20, 1<<20))
