@@ -285,14 +285,14 @@ func TestMembersAreListed(t *testing.T) {
 	require.WithinDuration(t, time.Now(), m.Since, time.Hour)
 	m.Since = time.Time{}
 	require.Equal(t, MemberInfo{Member: s.Member, Session: s.ID, UID: m.UID, PID: c.pid, Attached: true,
-		Lanes: 2, Depth: 32, ArenaBytes: 1 << 20, DMABytes: 8192,
+		Mode: "mediated", Lanes: 2, Depth: 32, ArenaBytes: 1 << 20, DMABytes: 8192,
 		MapGenerations: map[uint16]uint64{p.ID: info.MapGeneration}}, m)
 	_, err := json.Marshal(members)
 	require.NoError(t, err)
 }
 
 func TestDMAMemoryBounds(t *testing.T) {
-	d := dmaMemory{b: make([]byte, 8192)}
+	d := dmaMemory{base: ioctl.DMABase, b: make([]byte, 8192)}
 	const base = ioctl.DMABase
 	for _, x := range []struct {
 		iova uint64

@@ -40,13 +40,16 @@ func TestDaemonProcess(t *testing.T) {
 	if where == "" {
 		t.Skip("only run as the daemon of other tests")
 	}
-	run := func() error {
-		return daemon.Run(context.Background(), daemon.Options{
-			Paths: []string{filepath.Join(where, "drive0")}, Dir: filepath.Join(where, "mnt"),
-			SocketDir: filepath.Join(where, "run"), CheckpointSeconds: 1, Backend: emu.Backend(os.Getenv(wayVariable)),
-			Ready: func() { fmt.Println("ready") },
-		})
+	options := daemon.Options{
+		Paths: []string{filepath.Join(where, "drive0")}, Dir: filepath.Join(where, "mnt"),
+		SocketDir: filepath.Join(where, "run"), CheckpointSeconds: 1, Backend: emu.Backend(os.Getenv(wayVariable)),
+		Ready: func() { fmt.Println("ready") },
 	}
+	if options.Backend == ssdWay {
+		options.Backend = emu.Auto
+		require.NoError(t, useSSDs(&options, where))
+	}
+	run := func() error { return daemon.Run(context.Background(), options) }
 	err := run()
 	// The kernel keeps a killed daemon's drives open until their transfers have ended; tuttifs mount waits, too.
 	for deadline := time.Now().Add(10 * time.Second); errors.Is(err, extentmap.ErrBusy) && time.Now().Before(deadline); {
@@ -453,8 +456,11 @@ func TestMountLeases(t *testing.T) {
 
 // TestMountLaneComesBack: a lane that the daemon has stopped times out, is attached again, and works.
 func TestMountLaneComesBack(t *testing.T) {
-	v := newVolume(t)
-	o := mountOptions
+	t.Run("mediated", func(t *testing.T) { laneComesBack(t, newVolume(t), mountOptions) })
+	t.Run("real", func(t *testing.T) { laneComesBack(t, newVolumeIn(t, "", 64<<20, ssdWay), realMountOptions) })
+}
+
+func laneComesBack(t *testing.T, v *volume, o SessionOptions) {
 	o.Lanes, o.Deadline = 1, 300*time.Millisecond
 	u := newUser(t, v, o, nil)
 	keys, items := chain(1, 4)

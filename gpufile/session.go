@@ -130,9 +130,10 @@ func (m *Member) AdmitAll() {
 	m.ses.admitAll = true
 }
 
-// Vouch makes the member's word count for the drives that it names: its commands to them go past Authorize and Complete,
-// so objects there are written when it commits. What it may still be writing when a reservation ends without its doing
-// is given to nobody else before it commits or aborts that reservation too, or is closed, its queues being gone.
+// Vouch makes the member's word count for the drives that it names: its commands to them go past Authorize and
+// Complete, so objects there are written when it commits. What it may still be writing when a reservation ends without
+// its doing is given to nobody else before it commits or aborts that reservation too, or is closed, its queues being
+// gone.
 func (m *Member) Vouch(drives []uint16) {
 	m.ses.mu.Lock()
 	defer m.ses.mu.Unlock()

@@ -504,7 +504,7 @@ TUTTIFS_SIZE(tuttifs_ticket, 40);
 #define TUTTIFS_MESSAGE_REATTACH 3 /* begin lane Lane again with zeroed queues */
 #define TUTTIFS_MESSAGE_PING 4 /* answers 0 */
 #define TUTTIFS_MODE_MEDIATED 0 /* the daemon's virtual controllers serve all queues */
-#define TUTTIFS_MODE_REAL 1 /* SSDs that the daemon drives serve theirs; the rest is mediated. EPERM without the mount's leave (-o real) */
+#define TUTTIFS_MODE_REAL 1 /* SSDs that the daemon drives serve theirs, the rest is mediated; EPERM without -o real */
 #define TUTTIFS_LANES_MAX 64
 #define TUTTIFS_DEPTH_MAX 4096
 #define TUTTIFS_DMA_BASE 0x10000000000ull /* TUTTIFS_DMA_BASE is the I/O address of the DMA memory's first byte. */
@@ -535,7 +535,7 @@ struct tuttifs_attach_reply {
 	uint16_t kind; /* of the request */
 	uint32_t size; /* of this struct */
 	int32_t error; /* 0, or a positive errno; then the rest is zero */
-	uint32_t descriptors; /* sent along: arena, queues, DMA memory if DMABytes is not zero, drives with struct tuttifs_drive_bells, in order */
+	uint32_t descriptors; /* sent along: arena, queues, DMA memory if DMABytes is not zero, drives with struct tuttifs_drive_bells */
 	uint32_t lanes;
 	uint32_t depth;
 	uint32_t drives;

@@ -8,9 +8,10 @@ import (
 )
 
 // The attach protocol gives a member its shared memory. It runs over a SOCK_SEQPACKET unix socket whose path
-// SESSION_CREATE and SESSION_JOIN answer. The engine sends one AttachRequest and gets one AttachReply with up to
-// three descriptors (SCM_RIGHTS): arena, queues, DMA memory; and one more for each drive whose own queue pairs it gets. The connection stays open: its end means that the
-// process is gone. Later messages on it are AttachRequest and AttachReply too, without descriptors.
+// SESSION_CREATE and SESSION_JOIN answer. The engine sends one AttachRequest and gets one AttachReply with up to three
+// descriptors (SCM_RIGHTS): arena, queues, DMA memory; and one more for each drive whose own queue pairs it gets. The
+// connection stays open: its end means that the process is gone. Later messages on it are AttachRequest and AttachReply
+// too, without descriptors.
 const (
 	AttachMagic = 0x41545554 // "TUTA"
 
@@ -21,7 +22,7 @@ const (
 
 	// Modes of an attachment.
 	ModeMediated = 0 // the daemon's virtual controllers serve all queues
-	ModeReal     = 1 // SSDs that the daemon drives serve theirs; the rest is mediated. EPERM without the mount's leave (-o real)
+	ModeReal     = 1 // SSDs that the daemon drives serve theirs, the rest is mediated; EPERM without -o real
 
 	LanesMax = 64
 	DepthMax = 4096
@@ -56,7 +57,7 @@ type AttachReply struct {
 	Kind            uint16 // of the request
 	Size            uint32 // of this struct
 	Errno           int32  // 0, or a positive errno; then the rest is zero
-	Descriptors     uint32 // sent along: arena, queues, DMA memory if DMABytes is not zero, drives with DriveBells, in order
+	Descriptors     uint32 // sent along: arena, queues, DMA memory if DMABytes is not zero, drives with DriveBells
 	Lanes           uint32
 	Depth           uint32
 	Drives          uint32
@@ -98,8 +99,8 @@ const (
 	SessionClosed = 2
 )
 
-// DriveBells lie at BellsOffset of the session page, for one drive after the other: where the doorbells of queue pairs of
-// the drive's own can be mapped from. Zero: its queues are the daemon's virtual controller's.
+// DriveBells lie at BellsOffset of the session page, for one drive after the other: where the doorbells of queue pairs
+// of the drive's own can be mapped from. Zero: its queues are the daemon's virtual controller's.
 type DriveBells struct {
 	_      structs.HostLayout
 	Offset uint64 // to map the drive's descriptor at
@@ -107,8 +108,8 @@ type DriveBells struct {
 	NSID   uint32 // namespace that commands are for
 }
 
-// PairBells lie at PairOffset of the queue block of a drive with DriveBells: offsets of the pair's doorbells in what was
-// mapped, written by the daemon whenever the lane begins. The doorbells of nvme.MapQueue are not used then.
+// PairBells lie at PairOffset of the queue block of a drive with DriveBells: offsets of the pair's doorbells in what
+// was mapped, written by the daemon whenever the lane begins. The doorbells of nvme.MapQueue are not used then.
 type PairBells struct {
 	_      structs.HostLayout
 	SQTail uint32

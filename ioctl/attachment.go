@@ -199,7 +199,7 @@ func (a *Attachment) Bells(lane, d int) (sqTail, cqHead *uint32, err error) {
 	}
 	pair := *(*PairBells)(unsafe.Pointer(&a.Block(lane, d)[PairOffset]))
 	b := a.bells[d]
-	if pair.SQTail%4 != 0 || pair.CQHead%4 != 0 || int64(pair.SQTail) > int64(len(b)-4) || int64(pair.CQHead) > int64(len(b)-4) {
+	if last := int64(len(b) - 4); (pair.SQTail|pair.CQHead)%4 != 0 || int64(max(pair.SQTail, pair.CQHead)) > last {
 		return nil, nil, fmt.Errorf("%w: doorbells at %#x and %#x of %d bytes", ErrMessage, pair.SQTail, pair.CQHead, len(b))
 	}
 	return (*uint32)(unsafe.Pointer(&b[pair.SQTail])), (*uint32)(unsafe.Pointer(&b[pair.CQHead])), nil

@@ -1,0 +1,120 @@
+package engine
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/daemon"
+	"tuttifs/drive"
+	"tuttifs/gio"
+	"tuttifs/nvme/emu"
+	"tuttifs/nvme/nvmetest"
+	"tuttifs/nvme/vfio"
+)
+
+// ssdWay makes the daemon of a volume drive it by nvme/vfio, with virtual controllers for hardware, and allow engines
+// queue pairs of theirs.
+const ssdWay = emu.Backend("ssd")
+
+// useSSDs opens addresses as controllers before the drive files of a directory: 0000:0N:00.0 is drive N.
+func useSSDs(o *daemon.Options, where string) (err error) {
+	o.Paths = []string{"0000:00:00.0", "0000:01:00.0", "0000:02:00.0"}
+	drive.OpenAddress = func(address string, options drive.Options) (drive.Drive, error) {
+		var n int
+		if _, err := fmt.Sscanf(address, "0000:%02d:00.0", &n); err != nil {
+			return nil, err
+		}
+		// The mount may try again; what it opened is left to the end of the process.
+		file, err := drive.Open(filepath.Join(where, fmt.Sprintf("drive%d", n)), drive.Options{NoLock: true})
+		if err != nil {
+			return nil, err
+		}
+		hardware, err := emu.New(emu.Config{Drive: file, SGL: n > 0, MDTS: 5, Queues: 16})
+		if err != nil {
+			return nil, err
+		}
+		transport := nvmetest.NewEmulated(hardware)
+		if err := transport.ShareDoorbells(); err != nil {
+			return nil, err
+		}
+		controller, err := vfio.Open(transport, vfio.Options{})
+		if err != nil {
+			return nil, err
+		}
+		return vfio.NewDrive(controller, 1, options)
+	}
+	o.Real, err = daemon.ParseTrust(fmt.Sprint(os.Geteuid()))
+	return err
+}
+
+var realMountOptions = SessionOptions{Lanes: 3, Depth: 32, DMABytes: 8 << 20, BounceBytes: 2 << 20,
+	Deadline: 20 * time.Second, Real: true}
+
+// TestMountReal: an engine on queue pairs of SSDs stores and restores, direct and bounced, beside one that is mediated;
+// and it outlives its daemon.
+func TestMountReal(t *testing.T) {
+	v := newVolumeIn(t, "", 64<<20, ssdWay)
+	u := newUser(t, v, realMountOptions, nil)
+	require.Contains(t, u.session.Describe(), "real queue pairs of all drives: 3 lanes on 3 drives, ")
+	require.Contains(t, u.session.Describe(), "PRP", "one of them has no SGLs")
+	direct, items := chain(1, 9)
+	u.store(1, direct, items, true)
+	bounced, items := chain(2, 5)
+	u.store(2, bounced, items, false)
+	u.restore(1, 0, direct, false)
+	u.restore(2, 1, bounced, true)
+
+	mediated := newUser(t, v, mountOptions, nil)
+	require.Contains(t, mediated.session.Describe(), "mediated: ")
+	mediated.restore(1, 1, direct, true)
+	other, items := chain(3, 4)
+	mediated.store(1, other, items, true)
+	u.restore(3, 0, other, true)
+
+	large := mountSpec()
+	large.Name = "large"
+	large.Geometry.Objects[0].Runs[0].Bytes = 256 << 10
+	_, err := u.session.OpenPool(large)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.ErrorContains(t, err, "commands of 131072")
+
+	_ = u.session.Close()
+	u = newUser(t, v, realMountOptions, nil)
+	u.restore(1, 0, direct, true)
+	v.kill()
+	require.Eventually(t, func() bool {
+		_, err := u.session.Ring().Issue(false, u.pool.Map(), nil)
+		return err != nil
+	}, 15*time.Second, 10*time.Millisecond)
+	_, err = u.session.Ring().Issue(false, u.pool.Map(), nil)
+	require.ErrorIs(t, err, gio.ErrDead)
+	tail, _, err := u.session.attach.Bells(0, 0)
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { return *tail == 0 }, 10*time.Second, time.Millisecond,
+		"memory of nobody's is there")
+	*tail = 7 // and nobody hears it
+	v.start()
+	again := newUser(t, v, realMountOptions, nil)
+	again.restore(1, 1, direct, true)
+	again.restore(2, 0, other, false)
+}
+
+// TestMountRealIsRefused: a mount gives nobody queue pairs of its own accord, and has none where it drives no SSD.
+func TestMountRealIsRefused(t *testing.T) {
+	v := newVolume(t)
+	m, err := Open(v.mount())
+	require.NoError(t, err)
+	defer m.Close()
+	_, err = m.NewSession(realMountOptions)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.ErrorContains(t, err, "mount -o real=")
+	gpu := realMountOptions
+	gpu.GPU = &GPUOptions{}
+	_, err = m.NewSession(gpu)
+	require.ErrorIs(t, err, ErrInvalid)
+}
