@@ -16,9 +16,9 @@ import (
 	"tuttifs/nvme/vfio"
 )
 
-// Trust says whose engines may have queue pairs of the SSDs themselves. The zero value is nobody's. Whoever has one reads
-// and writes every block of the drive, other tenants' and the volume's metadata included, and through the doorbells
-// disturbs every queue of the controller: trust is that of the daemon itself.
+// Trust says whose engines may have queue pairs of the SSDs themselves. The zero value is nobody's. Whoever has one
+// reads and writes every block of the drive, other tenants' and the volume's metadata included, and through the
+// doorbells disturbs every queue of the controller: trust is that of the daemon itself.
 type Trust struct {
 	anybody bool
 	user    bool
@@ -108,8 +108,8 @@ func (m *member) handOver(fds *descriptors) error {
 	return nil
 }
 
-// shareBells puts into the session page where the doorbells of a drive's controller are mapped: no more of its registers
-// than the pages that have them.
+// shareBells puts into the session page where the doorbells of a drive's controller are mapped: no more of its
+// registers than the pages that have them.
 func (m *member) shareBells(d, fd int, offset int64, fds *descriptors) error {
 	own := m.drives[d].own
 	page := int64(os.Getpagesize())
@@ -149,7 +149,7 @@ func (m *member) mapReal(controllers []*vfio.Controller) error {
 	return nil
 }
 
-// attachPair begins a lane on a drive with a queue pair of its own, and says where that is rung. The caller holds setup.
+// attachPair begins a lane on a drive with a queue pair of its own, and says where it is rung. The caller holds setup.
 func (m *member) attachPair(i, d int) error {
 	own := m.drives[d].own
 	c := own.Controller()

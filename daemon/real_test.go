@@ -184,7 +184,8 @@ func TestRealIsForTheTrusted(t *testing.T) {
 
 // TestRealQueuesReachTheDrive: bytes go between the session's memory and the SSD, and nobody else's hands are on them.
 func TestRealQueuesReachTheDrive(t *testing.T) {
-	list := []*ssd{newSSD(t, emu.Config{SGL: true, MDTS: 5}, vfio.Options{}), newSSD(t, emu.Config{MDTS: 8}, vfio.Options{})}
+	one, two := emu.Config{SGL: true, MDTS: 5}, emu.Config{MDTS: 8}
+	list := []*ssd{newSSD(t, one, vfio.Options{}), newSSD(t, two, vfio.Options{})}
 	w := realWorld(t, gpufile.Options{}, ControlOptions{}, list...)
 	c := w.open(true)
 	_, a := c.session(realOptions)
