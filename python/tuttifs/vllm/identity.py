@@ -78,10 +78,10 @@ def identity(facts: Facts, g: GroupFacts) -> Dict[str, Any]:
             **numbers}
 
 
-def pool_name(fields: Mapping[str, Any]) -> str:
+def pool_name(fields: Mapping[str, Any], engine: str = "vllm") -> str:
     """The directory of an identity's pool: readable, and one for each identity."""
     model = "".join(c if c.isalnum() or c in "-_." else "-" for c in str(fields["model"]).rstrip("/").split("/")[-1])
-    return f"vllm-{model[:32].strip('.') or 'model'}-{digest(dict(fields))[:16]}"
+    return f"{engine}-{model[:32].strip('.') or 'model'}-{digest(dict(fields))[:16]}"
 
 
 def objects(group: Group, file_tokens: int, ranks: int) -> List[Tuple[int, int, int]]:

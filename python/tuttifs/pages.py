@@ -1,0 +1,322 @@
+"""Pages of an engine's host memory as files: what the adapters share whose engines hand over whole pages and names.
+
+A page is a file. It consists of parts, pieces of an engine's buffer, always of the same sizes in the same order. What a mount
+does never raises here: a page that cannot be stored is not stored, one that cannot be loaded is a miss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import threading
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+
+from .errors import AgainError, Error, IdentityError, InvalidError, NoSpaceError, PendingError, QuotaError
+from .layout import Object, extent
+from .leases import Pinned, Status
+from .store import Memory, Pool, Store, contiguous_bytes
+from .vllm.attachment import GONE, Attachment, quietly
+from .vllm.files import pieces
+
+log = logging.getLogger("tuttifs")
+
+_BUSY = (NoSpaceError, QuotaError, AgainError, PendingError)  # what a later attempt may not meet
+
+# A lease of these is of a file that is stored, or will be: by this call or by another engine.
+_GOOD = (Status.NEW, Status.JOINED, Status.EXISTS, Status.PENDING)
+
+
+@dataclasses.dataclass(frozen=True)
+class PageOptions:
+    """What a user sets. A field without a default must be given."""
+
+    path: str  # any path in the mount
+    revision: str = ""  # which weights these are: text that changes with them
+    weights_epoch: int = 0  # to be raised whenever weights change under the same revision (training)
+    dtype: str = ""  # in which the model computes
+    quantisation: str = ""  # of the weights, "none" for none
+    scale_format: str = ""  # of a quantised cache, "none" for none
+    computed: str = ""  # whatever else changes what is computed: overrides of the model's configuration, a draft model
+    tenant: int = 0  # of all that the engine stores
+    min_bytes: int = 0  # kept for each pool
+    max_bytes: int = 0  # each pool's limit, 0 for the volume's
+    retry_seconds: float = 5.0  # between attempts to open a mount again that was lost
+    staging_bytes: int = 64 << 20  # memory for pages that are not moved in place
+    lanes: int = 0  # as in Store.session
+    depth: int = 0
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], where: str) -> "PageOptions":
+        """Refuses names that it does not know, so that a misspelt one is not ignored."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise InvalidError(f"{where} has no {', '.join(unknown)}; it knows {', '.join(sorted(known))}")
+        if not given.get("path"):
+            raise InvalidError(f'{where} needs "path", a path in the mount')
+        for name, value in given.items():
+            wanted = str if name == "path" else type(known[name].default)
+            if wanted is float and type(value) is int:
+                continue
+            if type(value) is not wanted:
+                raise InvalidError(f"{where}: {name} is a {wanted.__name__}, not {value!r}")
+            if not isinstance(value, str) and value < 0:
+                raise InvalidError(f"{where}: {name} is negative")
+        if given.get("tenant", 0) >= 1 << 32:
+            raise InvalidError(f"{where}: tenant is a number below 2**32")
+        return cls(**given)
+
+
+def refuse_unknown(texts: Mapping[str, Any], numbers: Mapping[str, int], where: str) -> None:
+    """`IdentityError` names all that is not known of what an engine computes: a wrong hit would be wrong text."""
+    unknown = [n for n, v in texts.items() if str(v).strip().lower() in ("", "auto", "unknown")
+               or (v is None or str(v) == "None")]
+    unknown += [n for n, v in numbers.items() if v < 1]
+    if unknown:
+        raise IdentityError(f"what the engine computes is not known in full: {', '.join(unknown)}. Say it in {where}")
+
+
+class Region:
+    """A contiguous buffer in host memory, which every session registers."""
+
+    def __init__(self, array: Any) -> None:
+        e = extent(array)
+        self.array, self.address, self.bytes = array, e.address, contiguous_bytes(e)
+
+
+class End:
+    """A session, with the pools and the memory that were asked for."""
+
+    def __init__(self, options: PageOptions) -> None:
+        self.mount = Store(options.path)
+        self._lock = threading.Lock()
+        self._pools: Dict[str, Pool] = {}
+        self._memory: Dict[int, Memory] = {}
+        try:
+            self.session = self.mount.session(lanes=options.lanes, depth=options.depth)
+        except BaseException:
+            quietly(self.mount.close)
+            raise
+
+    def pool(self, name: str, opened: Callable[[], Pool]) -> Pool:
+        with self._lock:
+            if name not in self._pools:
+                self._pools[name] = opened()
+            return self._pools[name]
+
+    def memory(self, region: Region) -> Memory:
+        with self._lock:
+            if id(region) not in self._memory:
+                self._memory[id(region)] = self.session.register_flat(region.array)
+            return self._memory[id(region)]
+
+    def close(self) -> None:
+        quietly(self.session.close)
+        quietly(self.mount.close)
+
+
+def attach(options: PageOptions) -> "Attachment[End]":
+    return Attachment(lambda: End(options), options.retry_seconds)
+
+
+class Pages:
+    """The pages of one kind: all of one identity and of the same parts."""
+
+    def __init__(self, attachment: "Attachment[End]", options: PageOptions, name: str, fields: Mapping[str, Any],
+                 parts: Sequence[int]) -> None:
+        """parts: bytes of each. Raises what is wrong with the identity or the pool."""
+        self.name, self.parts, self.bytes = name, tuple(parts), sum(parts)
+        self._attachment, self._options, self._fields = attachment, options, dict(fields)
+        sizes = [pieces(p) for p in self.parts]
+        self._objects = [Object(0, 0, (n,)) for p in sizes for n in p]
+        self._starts: List[Tuple[int, ...]] = [tuple(sum(p[:i]) for i in range(len(p))) for p in sizes]
+        end = attachment.get()
+        if end is not None:
+            self._pool(end)
+
+    def _pool(self, end: End) -> Pool:
+        o = self._options
+        return end.pool(self.name, lambda: end.session.pool(self.name, self._fields, self._objects,
+                                                            min_bytes=o.min_bytes, max_bytes=o.max_bytes))
+
+    def _try(self, what: Callable[[End, Pool], Any], otherwise: Any) -> Any:
+        end = self._attachment.get()
+        if end is None:
+            return otherwise
+        try:
+            return what(end, self._pool(end))
+        except Error as e:
+            log.log(logging.INFO if isinstance(e, _BUSY) else logging.WARNING, "tuttifs: %s", e)
+            if isinstance(e, GONE):
+                self._attachment.lost(end, e)
+            return otherwise
+
+    def leading(self, keys: Sequence[bytes]) -> int:
+        """How many of the first keys are stored."""
+        n: int = self._try(lambda end, pool: pool.peek(keys, self._options.tenant), 0)
+        return n
+
+    def present(self, keys: Sequence[bytes]) -> List[bool]:
+        """Which keys are stored. A peek finds the leading ones, and so the first that is not."""
+        def look(end: End, pool: Pool) -> List[bool]:
+            found: List[bool] = []
+            while len(found) < len(keys):
+                n = pool.peek(keys[len(found):], self._options.tenant)
+                found += [True] * n + [False] * (len(found) + n < len(keys))
+            return found
+        found: List[bool] = self._try(look, [False] * len(keys))
+        return found
+
+    def _offsets(self, region: Region, addresses: Sequence[Sequence[int]]) -> List[int]:
+        offsets = []
+        for parts in addresses:
+            if len(parts) != len(self.parts):
+                raise InvalidError(f"a page of {len(parts)} parts: this kind's have {len(self.parts)}")
+            for address, size, starts in zip(parts, self.parts, self._starts):
+                at = address - region.address
+                if at < 0 or at + size > region.bytes:
+                    raise InvalidError("a page lies outside of the memory that was registered for it")
+                offsets += [at + s for s in starts]
+        return offsets
+
+    def store(self, keys: Sequence[bytes], region: Region, addresses: Sequence[Sequence[int]],
+              before: Sequence[bytes] = ()) -> List[bool]:
+        """Stores what is not stored yet, and waits until it is durable. Which pages are there then, or on their way.
+
+        before: the keys of the pages before these in the prompt, from its start. They say what to evict first.
+        """
+        def put(end: End, pool: Pool) -> List[bool]:
+            chain, tenant = [*before, *keys], self._options.tenant
+            try:
+                reservation = pool.reserve(chain, len(before), tenant=tenant)
+            except _BUSY:
+                reservation = pool.reserve(chain, len(before), tenant=tenant, partial=True)
+            with reservation:
+                good = [lease.status in _GOOD for lease in reservation]
+                if any(lease.status.to_be_written for lease in reservation):
+                    with pool.store(reservation) as layers:
+                        layers.begin_at(0, end.memory(region), self._offsets(region, [addresses[i] for i in layers.slots]))
+                        layers.wait()
+                        layers.check()
+                        layers.finish()
+                    reservation.commit()
+            return good + [False] * (len(keys) - len(good))
+        done: List[bool] = self._try(put, [False] * len(keys)) if keys else []
+        return done
+
+    def load(self, keys: Sequence[bytes], region: Region, addresses: Sequence[Sequence[int]]) -> List[bool]:
+        """Loads the leading pages that are stored. Which are whole; memory of the others may have changed."""
+        def get(end: End, pool: Pool) -> List[bool]:
+            good = [False] * len(keys)
+            with pool.pin(keys, tenant=self._options.tenant) as leases:
+                if len(leases):
+                    with pool.retrieve(leases) as layers:
+                        layers.begin_at(0, end.memory(region), self._offsets(region, addresses[:len(leases)]))
+                        layers.wait()
+                        failed = layers.failed()
+                    for i, e in failed.items():
+                        log.warning("tuttifs: a page is lost: %s", e)
+                        pool.report_bad(leases[i])
+                    good[:len(leases)] = [i not in failed for i in range(len(leases))]
+            return good
+        done: List[bool] = self._try(get, [False] * len(keys)) if keys else []
+        return done
+
+    def hold(self, keys: Sequence[bytes]) -> List[Pinned]:
+        """Pins the leading pages that are stored, each by itself, until they are released."""
+        held: List[Pinned] = []
+
+        def pin(end: End, pool: Pool) -> None:
+            for k in keys:
+                pinned = pool.pin([k], tenant=self._options.tenant)
+                if not len(pinned):
+                    break
+                held.append(pinned)
+        self._try(pin, None)
+        return held
+
+    def remove(self, keys: Sequence[bytes]) -> int:
+        """Removes files, for all engines of the pool. How many there were."""
+        directory = os.path.join(_root(self._options.path), self.name, "blocks")
+        return sum(_unlink(os.path.join(directory, k.hex()[:2], k.hex())) for k in keys)
+
+    def clear(self) -> int:
+        """Removes all files, for all engines of the pool."""
+        directory, count = os.path.join(_root(self._options.path), self.name, "blocks"), 0
+        try:
+            for sub in os.scandir(directory):
+                count += sum(_unlink(f.path) for f in os.scandir(sub.path))
+        except OSError as e:
+            log.warning("tuttifs: %s", e)
+        return count
+
+
+def _root(path: str) -> str:
+    """The mount that a path is in."""
+    path = os.path.abspath(path)
+    while not os.path.ismount(path) and path != "/":
+        path = os.path.dirname(path)
+    return path
+
+
+def _unlink(path: str) -> bool:
+    try:
+        os.unlink(path)
+        return True
+    except OSError as e:
+        if not isinstance(e, FileNotFoundError):
+            log.warning("tuttifs: %s", e)
+        return False
+
+
+class Staging:
+    """Memory for pages that an engine keeps in a form of its own, one thread's at a time."""
+
+    def __init__(self, pages: Pages, limit: int, allocate: Callable[[int], Any]) -> None:
+        self.pages, self.count = pages, max(1, limit // pages.bytes)
+        self.lock = threading.Lock()
+        self._allocate = allocate
+        self._region: Optional[Region] = None
+        self._steps = [sum(pages.parts[:i]) for i in range(len(pages.parts))]
+
+    @property
+    def region(self) -> Region:
+        """It is allocated when it is first used."""
+        if self._region is None:
+            self._region = Region(self._allocate(self.count * self.pages.bytes))
+        return self._region
+
+    def addresses(self, n: int) -> List[List[int]]:
+        """Of the parts of n pages, one page behind the other."""
+        return [[self.region.address + i * self.pages.bytes + s for s in self._steps] for i in range(n)]
+
+    def store(self, keys: Sequence[bytes], fill: Callable[[int, Any], None], before: Sequence[bytes] = ()) -> List[bool]:
+        """Stores pages that fill(number, memory of one page) writes."""
+        good: List[bool] = []
+        with self.lock:
+            for first in range(0, len(keys), self.count):
+                some = keys[first:first + self.count]
+                for i in range(len(some)):
+                    fill(first + i, self._page(i))
+                good += self.pages.store(some, self.region, self.addresses(len(some)), [*before, *keys[:first]])
+        return good
+
+    def load(self, keys: Sequence[bytes], take: Callable[[int, Any], None]) -> List[bool]:
+        """Loads leading pages, which take(number, memory of one page) reads."""
+        good: List[bool] = []
+        with self.lock:
+            for first in range(0, len(keys), self.count):
+                some = keys[first:first + self.count]
+                found = self.pages.load(some, self.region, self.addresses(len(some)))
+                for i, whole in enumerate(found):
+                    if whole:
+                        take(first + i, self._page(i))
+                good += found
+                if not all(found):
+                    break
+        return good + [False] * (len(keys) - len(good))
+
+    def _page(self, i: int) -> Any:
+        n = self.pages.bytes
+        return self.region.array[i * n:(i + 1) * n]
