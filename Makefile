@@ -19,7 +19,7 @@ LIBVERSION := $(shell sed -n 's/^\#define TUTTIFS_LIB_M[AJINOR]* //p' include/li
 SONAME  := libtuttifs.so.$(firstword $(subst ., ,$(LIBVERSION)))
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib wheel demo test test-nvme test-vllm crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib wheel demo test test-nvme test-vllm test-adapters crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -71,6 +71,11 @@ test-nvme: scripts/need-go.sh
 # The vLLM connector in real engines on the CPU, with a small model: ten minutes, and 6 GB in build/vllm the first time.
 test-vllm: build lib
 	@scripts/test-vllm.sh build/vllm
+
+# The adapters for SGLang and LMCache with those packages' own loaders, host pools and controllers, without a GPU: three
+# minutes, and 6 GB in build/adapters the first time.
+test-adapters: build lib
+	@scripts/test-adapters.sh build/adapters
 
 # A million power cuts: some twenty minutes on two cores.
 crash:

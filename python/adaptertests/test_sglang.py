@@ -13,6 +13,7 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../tests"))
 
 import torch  # noqa: E402
+from damaged import damage  # noqa: E402
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo,  # noqa: E402
@@ -349,17 +350,6 @@ class Controller(Mounted):
             self.assertEqual(found.storage_hit_count, 9 * PAGE)
             self.same(other, [int(i) // PAGE for i in found.host_indices[::PAGE]], wanted)
             self.assertEqual(self.restore(two, other, [9, *tokens]).storage_hit_count, 0)
-
-
-def damage(volume: Volume, pool: str, key: bytes) -> None:
-    """Turns over a byte of a file's first object on its drive."""
-    path = os.path.join(volume.path, pool, "blocks", key.hex()[:2], key.hex())
-    _, drive, unit, _ = os.getxattr(path, "user.tuttifs.extents").decode().split("\n")[0].split()
-    with open(volume.drives[int(drive)], "r+b") as f:
-        f.seek(int(unit) * 4096 + 100)
-        byte = f.read(1)
-        f.seek(-1, os.SEEK_CUR)
-        f.write(bytes([byte[0] ^ 0xff]))
 
 
 if __name__ == "__main__":

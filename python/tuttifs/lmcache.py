@@ -186,7 +186,7 @@ class TuttifsBackend(StoragePluginInterface):
             self._done(pairs)
         for key in stored if callback is not None else ():
             try:
-                callback(key)  # type: ignore[misc]
+                callback(key)
             except Exception:
                 log.exception("tuttifs: what LMCache does when a chunk is stored failed")
 

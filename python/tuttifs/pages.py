@@ -56,22 +56,33 @@ class PageOptions:
         if not given.get("path"):
             raise InvalidError(f'{where} needs "path", a path in the mount')
         for name, value in given.items():
-            wanted = str if name == "path" else type(known[name].default)
+            # With annotations as text, a default's type stands in for the field's.
+            wanted: Any = str if name == "path" else type(known[name].default)
             if wanted is float and type(value) is int:
                 continue
             if type(value) is not wanted:
                 raise InvalidError(f"{where}: {name} is a {wanted.__name__}, not {value!r}")
             if not isinstance(value, str) and value < 0:
                 raise InvalidError(f"{where}: {name} is negative")
-        if given.get("tenant", 0) >= 1 << 32:
+        options = cls(**given)
+        if options.tenant >= 1 << 32:
             raise InvalidError(f"{where}: tenant is a number below 2**32")
-        return cls(**given)
+        return options
+
+
+def restorable(stored: Sequence[bool], window: int) -> List[int]:
+    """The lengths of prefixes whose last `window` pages are stored, or all where they have fewer."""
+    lengths, run = [], 0
+    for n, there in enumerate(stored, 1):
+        run = run + 1 if there else 0
+        if run >= min(window, n):
+            lengths.append(n)
+    return lengths
 
 
 def refuse_unknown(texts: Mapping[str, Any], numbers: Mapping[str, int], where: str) -> None:
     """`IdentityError` names all that is not known of what an engine computes: a wrong hit would be wrong text."""
-    unknown = [n for n, v in texts.items() if str(v).strip().lower() in ("", "auto", "unknown")
-               or (v is None or str(v) == "None")]
+    unknown = [n for n, v in texts.items() if v is None or str(v).strip().lower() in ("", "auto", "unknown")]
     unknown += [n for n, v in numbers.items() if v < 1]
     if unknown:
         raise IdentityError(f"what the engine computes is not known in full: {', '.join(unknown)}. Say it in {where}")

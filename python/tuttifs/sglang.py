@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (HiCacheStorage, HiCacheStorage
                                                   PoolName, PoolTransfer, PoolTransferResult)
 
 from .errors import IdentityError, InvalidError
-from .pages import PageOptions, Pages, Region, Staging, attach, refuse_unknown
+from .pages import PageOptions, Pages, Region, Staging, attach, refuse_unknown, restorable
 from .vllm.identity import digest, pool_name
 
 log = logging.getLogger("tuttifs.sglang")
@@ -276,13 +276,3 @@ class TuttifsStorage(HiCacheStorage):
 def _before(extra_info: Optional[HiCacheStorageExtraInfo]) -> List[bytes]:
     prefix = extra_info.prefix_keys if extra_info is not None else None
     return [named(k) for k in prefix or ()]
-
-
-def restorable(stored: Sequence[bool], window: int) -> List[int]:
-    """The lengths of prefixes whose last `window` pages are stored, or all where they have fewer."""
-    lengths, run = [], 0
-    for n, there in enumerate(stored, 1):
-        run = run + 1 if there else 0
-        if run >= min(window, n):
-            lengths.append(n)
-    return lengths
