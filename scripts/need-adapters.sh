@@ -19,6 +19,6 @@ echo "installing PyTorch and what SGLang and LMCache import in $dir"
 pip install "torch==$torch" torchvision 'transformers==5.19.0' 'numpy<2.4' orjson ipython gguf pyzmq msgspec requests aiohttp \
   psutil pybase64 pydantic compressed-tensors apache-tvm-ffi pillow sentencepiece python-multipart starlette fastapi uvicorn \
   httpx pyyaml safetensors tiktoken setuptools sortedcontainers aiofile aiofiles cachetools cryptography numba \
-  prometheus_client py-cpuinfo opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp ||
+  dill prometheus_client py-cpuinfo opentelemetry-api opentelemetry-sdk opentelemetry-exporter-otlp ||
   cannot "what they need cannot be had: see $log"
 touch "$dir/ready-$sglang-$lmcache"
