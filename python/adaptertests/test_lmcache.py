@@ -168,6 +168,16 @@ class Backend(Mounted):
         self.same(backend.batched_get_blocking(keys), objects)
         self.same(self.backend().batched_get_blocking(keys), objects)
 
+    def test_memory_ends_after_its_stores(self) -> None:
+        """LMCache closes its local CPU backend first."""
+        backend, keys = self.backend(), [key(i) for i in range(12)]
+        futures = backend.batched_submit_put_task(keys, self.objects(backend, 12))
+        backend.local_cpu_backend.get_memory_allocator().close()
+        self.assertTrue(all(f.done() for f in futures))
+        self.assertEqual(self.backend().batched_contains(keys), 12)
+        self.assertEqual(backend.batched_contains(keys), 0)  # it is closed
+        self.assertIsNone(backend.batched_submit_put_task(keys[:1], self.objects(self.backend(), 1)))
+
     def test_partial_chunks_are_left_out(self) -> None:
         backend = self.backend()
         self.assertEqual(self.put(backend, [key(0)], self.objects(backend, 1, tokens=CHUNK - 1)), [])

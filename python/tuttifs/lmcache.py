@@ -110,6 +110,8 @@ class TuttifsBackend(StoragePluginInterface):
         self._held: Dict[bytes, List[Pinned]] = {}
         self._loader = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-load")
         self._storer = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-store")
+        if local_cpu_backend is not None:
+            _first(self.close, local_cpu_backend.get_memory_allocator())
 
     @property
     def _chunks(self) -> "_Chunks":
@@ -232,7 +234,7 @@ class TuttifsBackend(StoragePluginInterface):
         return self.local_cpu_backend
 
     def close(self) -> None:
-        """Waits for what is being stored."""
+        """Waits for what is being stored. May be called twice."""
         self._storer.shutdown()
         self._loader.shutdown()
         with self._lock:
@@ -240,6 +242,16 @@ class TuttifsBackend(StoragePluginInterface):
         for pinned in [p for some in held.values() for p in some]:
             quietly(pinned.release)
         self._attachment.close()
+
+
+def _first(close: Callable[[], None], allocator: Any) -> None:
+    """LMCache gives its memory back before it closes plugins. What is being stored from it must have ended by then."""
+    free = allocator.close
+
+    def closing() -> None:
+        close()
+        free()
+    allocator.close = closing
 
 
 class _Chunks:
