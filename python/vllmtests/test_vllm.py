@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import shutil
+import socket
 import sys
 import tempfile
 import time
@@ -208,10 +209,11 @@ class Restored(unittest.TestCase):
 
     def test_2_two_engines(self) -> None:
         """After the first was killed: what it had stored is there, for two engines at a time."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
         events = zmq.Context.instance().socket(zmq.SUB)
         self.addCleanup(events.close, 0)
-        port = events.bind_to_random_port("tcp://127.0.0.1")  # a free one, which is then the engine's to bind
-        events.unbind(f"tcp://127.0.0.1:{port}")
         events.subscribe(b"")
         events.connect(f"tcp://127.0.0.1:{port}")
         told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
