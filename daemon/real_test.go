@@ -327,8 +327,8 @@ func (w *world) closeLost() {
 	w.volume = nil
 }
 
-// TestRealControllerHangs: a queue that is not deleted keeps its slots and its memory; the reset that the driver ends it
-// with frees them.
+// TestRealControllerHangs: a queue that is not deleted keeps its slots and its memory; the reset that the driver ends
+// it with frees them.
 func TestRealControllerHangs(t *testing.T) {
 	s := newSSD(t, emu.Config{SGL: true}, vfio.Options{AdminTimeout: 500 * time.Millisecond,
 		RecoveryTimeout: 100 * time.Millisecond})

@@ -245,7 +245,8 @@ func (m *member) info() MemberInfo {
 	m.use.RLock()
 	defer m.use.RUnlock()
 	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(),
-		Attached: m.shared.arena != nil, Mode: m.shared.mode(), RealDrives: m.shared.real, Lanes: m.shared.lanes, Depth: m.shared.depth,
+		Attached: m.shared.arena != nil, Mode: m.shared.mode(), RealDrives: m.shared.real,
+		Lanes: m.shared.lanes, Depth: m.shared.depth,
 		ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
 		Since: m.since, Ending: m.gone.Load(), MapGenerations: m.allAcks()}
 }

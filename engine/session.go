@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -306,6 +307,9 @@ func (s *Session) build(o SessionOptions) error {
 			}
 			return s.lane(lane) // where queue pairs are an SSD's own, they have other doorbells now
 		},
+	}
+	if mediated := func(q gio.Queue) bool { return !q.Device }; !slices.ContainsFunc(slices.Concat(s.queues...), mediated) {
+		config.Armed, config.Wake = nil, nil // the daemon has nothing to poll
 	}
 	if s.gpu.context != nil {
 		// A request waits for its trailers before anything else: room for a thousand and more at a time.
