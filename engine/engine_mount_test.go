@@ -461,7 +461,7 @@ func TestMountLaneComesBack(t *testing.T) {
 }
 
 func laneComesBack(t *testing.T, v *volume, o SessionOptions) {
-	o.Lanes, o.Deadline = 1, 300*time.Millisecond
+	o.Lanes, o.Deadline = 1, 3*time.Second
 	u := newUser(t, v, o, nil)
 	keys, items := chain(1, 4)
 	u.store(1, keys, items, true)

@@ -308,7 +308,8 @@ func (s *Session) build(o SessionOptions) error {
 			return s.lane(lane) // where queue pairs are an SSD's own, they have other doorbells now
 		},
 	}
-	if mediated := func(q gio.Queue) bool { return !q.Device }; !slices.ContainsFunc(slices.Concat(s.queues...), mediated) {
+	mediated := func(q gio.Queue) bool { return !q.Device }
+	if !slices.ContainsFunc(slices.Concat(s.queues...), mediated) {
 		config.Armed, config.Wake = nil, nil // the daemon has nothing to poll
 	}
 	if s.gpu.context != nil {
