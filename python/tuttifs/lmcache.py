@@ -56,8 +56,8 @@ def options(extra: Optional[Mapping[str, Any]]) -> PageOptions:
 def refuse(config: Any) -> None:
     """What would make a chunk depend on more than its key says, or come in another form."""
     if config.pre_caching_hash_algorithm == "builtin":
-        raise IdentityError("LMCache's default hash is no cryptographic one, so that different prompts may have equal keys: "
-                            "set pre_caching_hash_algorithm to sha256_cbor")
+        raise IdentityError("LMCache's default hash is no cryptographic one, so that different prompts may have equal "
+                            "keys: set pre_caching_hash_algorithm to sha256_cbor")
     if config.enable_blending:
         raise IdentityError("with enable_blending a chunk depends on more than what comes before it")
     if config.use_layerwise:
@@ -75,12 +75,15 @@ def identity(metadata: Any, o: PageOptions) -> Dict[str, Any]:
     texts = {"model": metadata.model_name, "revision": o.revision, "dtype": o.dtype, "quantisation": o.quantisation,
              "scale_format": o.scale_format, "kv_dtype": metadata.kv_dtype}
     size = chunk_bytes(metadata)
-    refuse_unknown(texts, {"world_size": metadata.world_size, "chunk_size": metadata.chunk_size, "chunk bytes": size}, WHERE)
+    numbers = {"world_size": metadata.world_size, "chunk_size": metadata.chunk_size, "chunk bytes": size}
+    refuse_unknown(texts, numbers, WHERE)
     shape = [[list(s) for s in metadata.get_shapes()], [str(d) for d in metadata.get_dtypes()], list(metadata.kv_shape),
              metadata.use_mla]
     return {"model": str(metadata.model_name), "revision": f"{o.revision}, computed {digest(o.computed)}",
-            "weights_epoch": o.weights_epoch, "dtype": f"{o.dtype}, cache {str(metadata.kv_dtype).replace('torch.', '')}",
-            "quantisation": o.quantisation, "scale_format": o.scale_format, "layout": f"{form(metadata).name}, {digest(shape)}",
+            "weights_epoch": o.weights_epoch,
+            "dtype": f"{o.dtype}, cache {str(metadata.kv_dtype).replace('torch.', '')}",
+            "quantisation": o.quantisation, "scale_format": o.scale_format,
+            "layout": f"{form(metadata).name}, {digest(shape)}",
             "page_bytes": size, "block_tokens": metadata.chunk_size, "file_tokens": metadata.chunk_size,
             # LMCache counts all ranks of an engine, of whatever parallelism, in one.
             "tp": metadata.world_size, "pp": 1, "cp": 1,
@@ -162,7 +165,8 @@ class TuttifsBackend(StoragePluginInterface):
     def batched_submit_put_task(self, keys: Sequence[Any], objs: List[Any], transfer_spec: Any = None,
                                 on_complete_callback: Optional[Callable[[Any], None]] = None
                                 ) -> Optional[List["concurrent.futures.Future[None]"]]:
-        """Stores whole chunks, in a thread of its own. What is left of a prompt behind its last whole chunk is not stored."""
+        """Stores whole chunks, in a thread of its own. What is left of a prompt behind its last whole chunk is
+        not stored."""
         chunks = self._chunks
         with self._lock:
             pairs = {k: o for k, o in zip(keys, objs) if k not in self._putting and chunks.takes(o)}
@@ -263,12 +267,14 @@ class _Chunks:
         self.pages = Pages(attachment, o, pool_name(fields, "lmcache"), fields, [chunk_bytes(metadata)])
         self._local = local_cpu_backend
         self._staging = Staging(self.pages, o.staging_bytes, lambda n: torch.zeros(n, dtype=torch.uint8))
-        buffer = getattr(local_cpu_backend.get_memory_allocator(), "buffer", None) if local_cpu_backend is not None else None
+        allocator = local_cpu_backend.get_memory_allocator() if local_cpu_backend is not None else None
+        buffer = getattr(allocator, "buffer", None)
         self._region = None
-        if isinstance(buffer, torch.Tensor) and buffer.device.type == "cpu" and buffer.is_contiguous() and buffer.numel():
+        if isinstance(buffer, torch.Tensor) and buffer.device.type == "cpu" and buffer.is_contiguous() \
+                and buffer.numel():
             self._region = Region(buffer)
-        log.info("tuttifs: chunks of %d tokens, %d bytes in %s, %s", metadata.chunk_size, self.pages.bytes, self.pages.name,
-                 "in place" if self._region else "copied")
+        log.info("tuttifs: chunks of %d tokens, %d bytes in %s, %s", metadata.chunk_size, self.pages.bytes,
+                 self.pages.name, "in place" if self._region else "copied")
 
     def takes(self, o: Any) -> bool:
         return o.get_size() == self.pages.bytes and o.metadata.fmt == self._form

@@ -1,7 +1,7 @@
 """Pages of an engine's host memory as files: what the adapters share whose engines hand over whole pages and names.
 
-A page is a file. It consists of parts, pieces of an engine's buffer, always of the same sizes in the same order. What a mount
-does never raises here: a page that cannot be stored is not stored, one that cannot be loaded is a miss.
+A page is a file. It consists of parts, pieces of an engine's buffer, always of the same sizes in the same order. What a
+mount does never raises here: a page that cannot be stored is not stored, one that cannot be loaded is a miss.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ class Pages:
                 good = [lease.status in _GOOD for lease in reservation]
                 if any(lease.status.to_be_written for lease in reservation):
                     with pool.store(reservation) as layers:
-                        layers.begin_at(0, end.memory(region), self._offsets(region, [addresses[i] for i in layers.slots]))
+                        places = [addresses[i] for i in layers.slots]
+                        layers.begin_at(0, end.memory(region), self._offsets(region, places))
                         layers.wait()
                         layers.check()
                         layers.finish()
@@ -302,7 +303,8 @@ class Staging:
         """Of the parts of n pages, one page behind the other."""
         return [[self.region.address + i * self.pages.bytes + s for s in self._steps] for i in range(n)]
 
-    def store(self, keys: Sequence[bytes], fill: Callable[[int, Any], None], before: Sequence[bytes] = ()) -> List[bool]:
+    def store(self, keys: Sequence[bytes], fill: Callable[[int, Any], None],
+              before: Sequence[bytes] = ()) -> List[bool]:
         """Stores pages that fill(number, memory of one page) writes."""
         good: List[bool] = []
         with self.lock:

@@ -18,8 +18,8 @@ import sys
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import (HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo, PoolHitPolicy,
-                                                  PoolName, PoolTransfer, PoolTransferResult)
+from sglang.srt.mem_cache.hicache_storage import (HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo,
+                                                  PoolHitPolicy, PoolName, PoolTransfer, PoolTransferResult)
 
 from .errors import IdentityError, InvalidError
 from .pages import PageOptions, Pages, Region, Staging, attach, refuse_unknown, restorable
@@ -65,7 +65,8 @@ def replicated(config: HiCacheStorageConfig, name: str, pool: Any) -> bool:
     return bool(config.is_mla_model) and name != PoolName.MAMBA.value and not hasattr(pool, "head_num")
 
 
-def identity(config: HiCacheStorageConfig, options: PageOptions, name: str, pool: Any, parts: Sequence[int]) -> Dict[str, Any]:
+def identity(config: HiCacheStorageConfig, options: PageOptions, name: str, pool: Any,
+             parts: Sequence[int]) -> Dict[str, Any]:
     """The identity of one host pool's pages. `IdentityError` names all that is not known."""
     if config.dcp_size != 1:
         raise IdentityError("decode context parallelism is not supported")
@@ -78,7 +79,8 @@ def identity(config: HiCacheStorageConfig, options: PageOptions, name: str, pool
     same = replicated(config, name, pool)
     rank = "all ranks" if same else f"rank {config.tp_rank} of {config.tp_size}"
     shape = [type(pool).__name__, parts, [str(getattr(pool, n, None)) for n in _GEOMETRY]]
-    return {"model": str(config.model_name), "revision": f"{options.revision}, computed {digest([options.computed, flags()])}",
+    return {"model": str(config.model_name),
+            "revision": f"{options.revision}, computed {digest([options.computed, flags()])}",
             "weights_epoch": options.weights_epoch, "dtype": f"{options.dtype}, cache {stored}",
             "quantisation": options.quantisation, "scale_format": options.scale_format,
             "layout": f"{pool.layout}, {digest(shape)}", "page_bytes": sum(parts), "block_tokens": pool.page_size,
@@ -91,7 +93,8 @@ class Kind:
     """The pages of one host pool. They are moved in place where each consists of pieces of one buffer in the order of
     addresses, which is the order of the flat page too; else by way of the flat page, which is a copy."""
 
-    def __init__(self, name: str, pool: Any, config: HiCacheStorageConfig, options: PageOptions, attachment: Any) -> None:
+    def __init__(self, name: str, pool: Any, config: HiCacheStorageConfig, options: PageOptions,
+                 attachment: Any) -> None:
         self.pool = pool
         sample = pool.get_dummy_flat_data_page()
         self._dtype, flat = sample.dtype, sample.numel() * sample.element_size()
@@ -241,15 +244,16 @@ class TuttifsStorage(HiCacheStorage):
     def batch_set_v2(self, transfers: List[PoolTransfer],
                      extra_info: Optional[HiCacheStorageExtraInfo] = None) -> Dict[str, List[bool]]:
         # Of a window or a state the pages before are not stored: a chain that names them would be evicted first.
-        whole = [t.hit_policy == PoolHitPolicy.ALL_PAGES for t in transfers]
-        return {t.name: self._moved(t, lambda kind, names: kind.write(names, t.host_indices, _before(extra_info) if all_ else ()))
-                for t, all_ in zip(transfers, whole)}
+        chain = {t.name: _before(extra_info) if t.hit_policy == PoolHitPolicy.ALL_PAGES else [] for t in transfers}
+        return {t.name: self._moved(t, lambda kind, names: kind.write(names, t.host_indices, chain[t.name]))
+                for t in transfers}
 
     def _moved(self, t: PoolTransfer, move: Any) -> List[bool]:
         kind, names = self._kinds.get(PoolName(t.name).value), [named(k) for k in t.keys or ()]
         return [False] * len(names) if kind is None else move(kind, names)
 
-    def get(self, key: str, target_location: Optional[Any] = None, target_sizes: Optional[Any] = None) -> Optional[torch.Tensor]:
+    def get(self, key: str, target_location: Optional[Any] = None,
+            target_sizes: Optional[Any] = None) -> Optional[torch.Tensor]:
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(self, keys: List[str], target_locations: Optional[Any] = None,
