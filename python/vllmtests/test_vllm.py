@@ -241,6 +241,7 @@ class Restored(unittest.TestCase):
         outputs = e.generate([PROMPTS["away"], PROMPTS["tenant"]], MANY)
         self.assertGreater(e.count("num_preemptions"), before)
         self.assertEqual([o["tokens"] for o in outputs], self.many)
+        eventually(lambda: self.has("away") and self.has("tenant"), "what was preempted is stored")
         e.reset()
         outputs = e.generate([PROMPTS["away"], PROMPTS["tenant"]], MANY)
         self.assertEqual([o["tokens"] for o in outputs], self.many)
