@@ -65,36 +65,54 @@ var helpers = map[string]func() *command{
 	"mount.tuttifs": newMount, "mount.fuse.tuttifs": newMount,
 }
 
-// runMain finds the command and runs it. It returns the exit status.
+// runMain finds the command, runs it, and sees to it that what it printed could be written. It returns the exit status.
 func runMain(ctx context.Context, e *env, argv []string) int {
+	out, own := &output{w: e.stdout}, *e
+	own.stdout = out
+	exits, code := runWords(ctx, &own, argv)
+	if out.err == nil {
+		return code
+	}
+	if !out.told {
+		fmt.Fprint(e.stderr, message(own.prog, fmt.Errorf("the output cannot be written: %w", out.err)))
+	}
+	if code == 0 || exits.bits {
+		code |= exits.failure
+	}
+	return code
+}
+
+// runWords runs what the words name. The table is the one that the status is of.
+func runWords(ctx context.Context, e *env, argv []string) (*exitTable, int) {
 	base := filepath.Base(argv[0])
 	if mk := helpers[base]; mk != nil {
 		e.prog = base
-		return runCommand(ctx, e, mk(), argv[1:])
+		c := mk()
+		return c.exits, runCommand(ctx, e, c, argv[1:])
 	}
 	e.prog = "tuttifs"
 	args := argv[1:]
 	if len(args) == 0 {
 		printUsage(e.stderr)
-		return plainExits.usage
+		return &plainExits, plainExits.usage
 	}
 	switch args[0] {
 	case "-h", "--help", "help":
 		printUsage(e.stdout)
-		return 0
+		return &plainExits, 0
 	case "-V", "--version", "version":
 		e.printf("tuttifs %s\n", version)
-		return 0
+		return &plainExits, 0
 	}
 	c, rest := findCommand(args)
 	if c == nil && looksLikeMount(args) {
 		c, rest = newMount(), args
 	}
 	if c == nil {
-		return unknownCommand(e, args)
+		return &plainExits, unknownCommand(e, args)
 	}
 	e.prog = "tuttifs " + c.name
-	return runCommand(ctx, e, c, rest)
+	return c.exits, runCommand(ctx, e, c, rest)
 }
 
 // findCommand matches one word, or two for the members of a group.
@@ -151,6 +169,9 @@ func runCommand(ctx context.Context, e *env, c *command, args []string) int {
 		return code
 	}
 	fmt.Fprint(e.stderr, message(e.prog, err))
+	if out, ok := e.stdout.(*output); ok && out.err != nil && errors.Is(err, out.err) {
+		out.told = true
+	}
 	var usage *usageError
 	var crash *panicError
 	switch {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 
@@ -220,4 +221,48 @@ func TestScaleKV(t *testing.T) {
 	}
 	_, err = (&replayOptions{model: "llama3-9b"}).kv()
 	require.ErrorContains(t, err, "unknown model")
+}
+
+// TestOutputThatCannotBeWritten: no text is lost without a word, and fsck's bits stay.
+func TestOutputThatCannotBeWritten(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Skip("no /dev/full: ", err)
+	}
+	defer full.Close()
+	path := filepath.Join(t.TempDir(), "drive")
+	require.NoError(t, os.WriteFile(path, nil, 0o600))
+	require.NoError(t, os.Truncate(path, 512<<20))
+	run := func(words ...string) (int, string) {
+		var errs bytes.Buffer
+		e := &env{stdin: strings.NewReader(""), stdout: full, stderr: &errs}
+		return runMain(context.Background(), e, append([]string{"tuttifs"}, words...)), errs.String()
+	}
+	code, _ := run("mkfs", "-q", "-L", "full", path)
+	require.Zero(t, code, "nothing was to be written")
+	for _, c := range []struct {
+		code  int
+		words []string
+	}{
+		{1, []string{"version"}}, {1, []string{"help"}}, {1, []string{"cost"}}, {1, []string{"cost", "--help"}},
+		{1, []string{"cost", "--json"}}, {1, []string{"trace"}}, {1, []string{"drives"}}, {1, []string{"info", path}},
+		{1, []string{"mkfs", "--force", "-n", path}}, {2, []string{"cost", "--nonsense"}},
+		{1, []string{"profile", "model", "--flops", "1e15", "--hbm", "3e12"}},
+		{8, []string{"fsck", "-n", path}}, {8, []string{"fsck", "-n", "--json", path}},
+	} {
+		code, message := run(c.words...)
+		require.Equal(t, c.code, code, c.words)
+		if c.code != plainExits.usage {
+			require.Equal(t, 1, strings.Count(message, "no space left"), "%v: %s", c.words, message)
+		}
+	}
+	// Damage is still told by its bit.
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	require.NoError(t, err)
+	_, err = f.WriteAt(make([]byte, 4096), 0)
+	require.NoError(t, errors.Join(err, f.Close()))
+	want, _, _ := runInProcess(t, "tuttifs", "fsck", "-n", path)
+	require.NotZero(t, want)
+	code, _ = run("fsck", "-n", path)
+	require.Equal(t, want|fsckExits.failure, code)
 }

@@ -11,12 +11,13 @@ import (
 // exitTable is the meaning of a command's exit statuses. They differ because different programs read them: a
 // shell, mount(8) and fsck(8).
 type exitTable struct {
-	failure     int // anything without a better number
-	usage       int // bad flags and arguments
-	permission  int // not allowed
-	system      int // out of memory, cannot start a process
-	internal    int // a defect of this program
-	interrupted int // SIGINT or SIGTERM
+	failure     int  // anything without a better number
+	usage       int  // bad flags and arguments
+	permission  int  // not allowed
+	system      int  // out of memory, cannot start a process
+	internal    int  // a defect of this program
+	interrupted int  // SIGINT or SIGTERM
+	bits        bool // a status is the sum of the conditions that hold
 	text        string
 }
 
@@ -42,7 +43,7 @@ var mountExits = exitTable{
 
 // fsckExits are the bits of fsck(8). A panic that Go reports itself would exit with 2, which fsck(8) reads as "reboot".
 var fsckExits = exitTable{
-	failure: 8, usage: 16, permission: 8, system: 8, internal: 8, interrupted: 32,
+	failure: 8, usage: 16, permission: 8, system: 8, internal: 8, interrupted: 32, bits: true,
 	text: `  0   no errors
   1   errors corrected
   2   system should be rebooted
@@ -55,7 +56,7 @@ var fsckExits = exitTable{
 
 // scrubExits are fsck's, as far as they apply.
 var scrubExits = exitTable{
-	failure: 8, usage: 16, permission: 8, system: 8, internal: 8, interrupted: 32,
+	failure: 8, usage: 16, permission: 8, system: 8, internal: 8, interrupted: 32, bits: true,
 	text: `  0   all files are as they were stored
   1   damaged files were found, and evicted
   4   files could not be read, or are damaged and the mount is read-only

@@ -199,6 +199,9 @@ func (o *fsckOptions) trusted(members *check.Members) (string, error) {
 }
 
 func isTerminal(stream any) bool {
+	if o, ok := stream.(*output); ok {
+		stream = o.w
+	}
 	f, ok := stream.(*os.File)
 	return ok && term.IsTerminal(int(f.Fd()))
 }
@@ -430,7 +433,5 @@ func (r *fsckReport) printJSON(status int, failure error) {
 		}
 		doc.Findings = append(doc.Findings, x)
 	}
-	if err := printJSON(r.e.stdout, &doc); err != nil {
-		r.e.warnf("cannot print: %v", err)
-	}
+	_ = printJSON(r.e.stdout, &doc) // the output keeps why not
 }

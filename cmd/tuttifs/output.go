@@ -20,6 +20,22 @@ func printJSON(w io.Writer, v any) error {
 	return enc.Encode(v)
 }
 
+// output is a command's standard output. It keeps the first failure, so that what prints need not look at each write.
+type output struct {
+	w    io.Writer
+	err  error
+	told bool // the command itself has failed of it
+}
+
+func (o *output) Write(b []byte) (int, error) {
+	if o.err != nil {
+		return 0, o.err
+	}
+	n, err := o.w.Write(b)
+	o.err = err
+	return n, err
+}
+
 // table aligns tab-separated cells; the caller flushes it.
 func table(w io.Writer) *tabwriter.Writer { return tabwriter.NewWriter(w, 0, 8, 2, ' ', 0) }
 
