@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/strictjson"
+	"tuttifs/wholefile"
 )
 
 // FileBytesMax bounds files of tables and of layer times.
@@ -61,29 +62,10 @@ func Save(path string, t *Table) error {
 	if err != nil {
 		return err
 	}
-	dir := filepath.Dir(path)
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
 		return err
 	}
-	f, err := os.CreateTemp(dir, ".slack-") // with mode 0600
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(b)
-	if err == nil {
-		err = f.Sync()
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), path)
-	}
-	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
-	}
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
+	return wholefile.Write(path, b, 0o600)
 }
 
 // Load reads a table and refuses it, by ErrFingerprint, where it is not of the model and machine that are wanted.

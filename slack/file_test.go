@@ -100,7 +100,7 @@ func TestSaveAndLoad(t *testing.T) {
 	blocked := filepath.Join(t.TempDir(), "directory")
 	require.NoError(t, os.MkdirAll(filepath.Join(blocked, "full"), 0o700))
 	require.Error(t, Save(blocked, x))
-	left, err := filepath.Glob(filepath.Join(filepath.Dir(blocked), ".slack-*"))
+	left, err := filepath.Glob(filepath.Join(filepath.Dir(blocked), ".*"))
 	require.NoError(t, err)
 	require.Empty(t, left)
 

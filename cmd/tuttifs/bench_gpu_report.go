@@ -4,9 +4,9 @@ import (
 	"bytes"
 	"fmt"
 	"io"
-	"os"
 
 	"tuttifs/drivemodel"
+	"tuttifs/wholefile"
 )
 
 // gpuReport is the command's document.
@@ -86,7 +86,7 @@ func (r *gpuReport) save(path string) error {
 	if err := printJSON(&b, r); err != nil {
 		return err
 	}
-	return os.WriteFile(path, b.Bytes(), 0o644)
+	return wholefile.Write(path, b.Bytes(), 0o644)
 }
 
 // print writes the tables of what was measured.

@@ -17,6 +17,7 @@ import (
 	"tuttifs/drivemodel"
 	"tuttifs/extentmap"
 	"tuttifs/nvme"
+	"tuttifs/wholefile"
 )
 
 type profileDriveOptions struct {
@@ -144,7 +145,7 @@ func (o *profileDriveOptions) run(ctx context.Context, e *env, args []string) er
 			if err != nil {
 				return err
 			}
-			if err := os.WriteFile(o.output, b, 0o644); err != nil {
+			if err := wholefile.Write(o.output, b, 0o644); err != nil {
 				return err
 			}
 		}
@@ -166,7 +167,13 @@ func checkOutput(name string) error {
 	f, err := os.OpenFile(name, os.O_WRONLY|unix.O_NONBLOCK, 0)
 	switch {
 	case err == nil:
-		return f.Close()
+		st, err := f.Stat()
+		if err = errors.Join(err, f.Close()); err != nil || !st.Mode().IsRegular() {
+			return err
+		}
+		if name, err = filepath.EvalSymlinks(name); err != nil { // it is that one that is replaced
+			return err
+		}
 	case !errors.Is(err, os.ErrNotExist):
 		return fmt.Errorf("-o: %w", err)
 	}

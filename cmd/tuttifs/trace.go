@@ -2,14 +2,15 @@ package main
 
 import (
 	"bufio"
+	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"os"
 	"strconv"
 	"strings"
+
+	"tuttifs/wholefile"
 )
 
 type traceOptions struct {
@@ -35,23 +36,21 @@ prefixes with earlier ones. It is for demonstrations and tests; it models no rea
 	}
 }
 
-func (o *traceOptions) run(_ context.Context, e *env, args []string) (err error) {
+func (o *traceOptions) run(_ context.Context, e *env, args []string) error {
 	if len(args) > 0 {
 		return usagef("unexpected argument %q", args[0])
 	}
 	if o.requests < 1 {
 		return usagef("--requests must be at least 1")
 	}
-	w := e.stdout
-	if o.output != "-" {
-		f, err := os.Create(o.output)
-		if err != nil {
-			return err
-		}
-		defer func() { err = errors.Join(err, f.Close()) }()
-		w = f
+	if o.output == "-" {
+		return generateTrace(e.stdout, o.requests, o.seed)
 	}
-	return generateTrace(w, o.requests, o.seed)
+	var b bytes.Buffer
+	if err := generateTrace(&b, o.requests, o.seed); err != nil {
+		return err
+	}
+	return wholefile.Write(o.output, b.Bytes(), 0o644)
 }
 
 // conversation is a chain of full blocks that later turns extend.
