@@ -59,7 +59,7 @@ func explain(err error) error {
 	if err == nil || !errors.As(err, &errno) {
 		return err
 	}
-	if m := meaning[errno]; m != nil {
+	if m := meaning[errno]; m != nil && !errors.Is(err, m) { // it may have been explained already
 		return fmt.Errorf("%w: %w", m, err)
 	}
 	return err

@@ -72,7 +72,8 @@ func TestMountScheduler(t *testing.T) {
 			}
 			require.NoError(t, s.DecodeStep(80))
 			s.EndPass()
-			offer := s.Offer(16, 64, 3)
+			offer, err := s.Offer(16, 64, 3)
+			require.NoError(t, err)
 			require.True(t, offer.Known)
 			require.True(t, offer.Load == (offer.Restore <= offer.Recompute))
 

@@ -161,12 +161,19 @@ func (s *Scheduler) look(now int64) (more bool) {
 // Reads that are issued from now on are for it; so are those that were issued while nothing was under way, or for
 // layers that the pass before had behind it.
 func (s *Scheduler) Prefill(input, prefix, layers int) error {
+	if err := checkPass(input, prefix, layers); err != nil {
+		return err
+	}
+	s.begins(func(p *policy, now int64) { p.prefill(now, input, prefix, layers) })
+	return nil
+}
+
+func checkPass(input, prefix, layers int) error {
 	if input < 1 || input > slack.LengthMax || prefix < 0 || prefix > slack.LengthMax || layers < 1 ||
 		layers > schedLayersMax {
 		return fmt.Errorf("%w: a pass of %d tokens behind %d, of %d layers: want 1 to %d, 0 to %d, 1 to %d", ErrInvalid,
 			input, prefix, layers, slack.LengthMax, slack.LengthMax, schedLayersMax)
 	}
-	s.begins(func(p *policy, now int64) { p.prefill(now, input, prefix, layers) })
 	return nil
 }
 
@@ -205,11 +212,15 @@ func (s *Scheduler) DecodeStep(length int) error {
 func (s *Scheduler) EndPass() { s.tell(told{do: (*policy).endPass}) }
 
 // Offer says whether a prefix of cached tokens before input new ones is to be restored, in a pass of so many layers.
-func (s *Scheduler) Offer(input, cached, layers int) Offer {
+// It refuses what Prefill refuses.
+func (s *Scheduler) Offer(input, cached, layers int) (Offer, error) {
+	if err := checkPass(input, cached, layers); err != nil {
+		return Offer{}, err
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.policy.account(clock())
-	return s.policy.offer(input, cached, layers)
+	return s.policy.offer(input, cached, layers), nil
 }
 
 // Stats is safe to call at any time.

@@ -16,10 +16,10 @@ type Offer struct {
 	Restore, Recompute time.Duration
 }
 
+// offer weighs what checkPass lets pass.
 func (p *policy) offer(input, cached, layers int) Offer {
 	o := Offer{Load: true}
-	if input < 1 || input > slack.LengthMax || cached < 1 || cached > slack.LengthMax || layers < 1 ||
-		layers > schedLayersMax {
+	if cached == 0 {
 		return o
 	}
 	all, sure := p.windows.layer(min(input+cached, slack.LengthMax), 0)

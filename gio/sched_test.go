@@ -327,9 +327,13 @@ func TestSchedulerOffer(t *testing.T) {
 		require.LessOrEqual(t, st.EstimateError, st.Took/5)
 	})
 	s := newSim(t, 1, SchedulerConfig{}, schedDrives)
-	for _, n := range [][3]int{{0, 1, 1}, {1, 0, 1}, {1, 1, 0}, {slack.LengthMax + 1, 1, 1}, {1, slack.LengthMax + 1, 1},
+	require.Equal(t, Offer{Load: true}, s.p.offer(1, 0, 1), "of nothing")
+	for _, n := range [][3]int{{0, 1, 1}, {1, -1, 1}, {1, 1, 0}, {slack.LengthMax + 1, 1, 1}, {1, slack.LengthMax + 1, 1},
 		{1, 1, schedLayersMax + 1}} {
-		require.Equal(t, Offer{Load: true}, s.p.offer(n[0], n[1], n[2]))
+		var none Scheduler
+		_, err := none.Offer(n[0], n[1], n[2])
+		require.ErrorIs(t, err, ErrInvalid)
+		require.Equal(t, none.Prefill(n[0], n[1], n[2]), err, "as a pass of it is refused")
 	}
 }
 

@@ -460,7 +460,8 @@ struct tuttifs_offer {
 	uint64_t recompute_ns; /* the pass over all of them */
 };
 
-/* Weighs a prefix of cached tokens before input new ones, in a pass of so many layers. */
+/* Weighs a prefix of cached tokens before input new ones, in a pass of so many layers. What prefill refuses is an
+ * invalid argument here too. */
 int tuttifs_offer(tuttifs_session_t session, uint32_t input, uint32_t cached, uint32_t layers,
                   struct tuttifs_offer *offer);
 

@@ -67,7 +67,10 @@ func goOffer(h C.uintptr_t, input, cached, layers C.uint32_t, out *C.struct_tutt
 		if err := sized(unsafe.Pointer(out), out.size, unsafe.Sizeof(*out), "tuttifs_offer"); err != nil {
 			return err
 		}
-		o := sched.Offer(int(input), int(cached), int(layers))
+		o, err := sched.Offer(int(input), int(cached), int(layers))
+		if err != nil {
+			return err
+		}
 		*out = C.struct_tuttifs_offer{size: out.size, load: truth(o.Load), known: truth(o.Known),
 			restore_ns: nanos(o.Restore), recompute_ns: nanos(o.Recompute)}
 		return nil

@@ -15,11 +15,19 @@ import (
 // each given once and none null, and nothing is behind it. Names have lower-case letters, digits and underscores only.
 func Decode(b []byte, into any) error {
 	if err := checkKeys(b); err != nil {
-		return err
+		return cutOff(b, err)
 	}
 	d := json.NewDecoder(bytes.NewReader(b))
 	d.DisallowUnknownFields()
 	return d.Decode(into)
+}
+
+// cutOff says of a text that ends too early where it does.
+func cutOff(b []byte, err error) error {
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return fmt.Errorf("is cut off at byte %d: %w", len(b), io.ErrUnexpectedEOF)
+	}
+	return err
 }
 
 // nestingMax is deeper than any file of ours.

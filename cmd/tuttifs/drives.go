@@ -221,10 +221,22 @@ func (c *controllerDocument) objections() (list []string) {
 	return list
 }
 
+func checkAddresses(addresses []string) error {
+	for _, a := range addresses {
+		if !vfio.IsAddress(a) {
+			return usagef("%q is no PCI address, such as 0000:3b:00.0; 'tuttifs drives' lists them", a)
+		}
+	}
+	return nil
+}
+
 // bind checks all before it takes the first.
 func (m *drivesMachine) bind(e *env, addresses []string, force int) error {
 	if len(addresses) == 0 {
 		return usagef("name the PCI addresses of the drives; 'tuttifs drives' lists them")
+	}
+	if err := checkAddresses(addresses); err != nil {
+		return err
 	}
 	for _, a := range addresses {
 		d, err := m.Device(a)
@@ -259,6 +271,9 @@ func (m *drivesMachine) bind(e *env, addresses []string, force int) error {
 func (m *drivesMachine) unbind(e *env, addresses []string) error {
 	if len(addresses) == 0 {
 		return usagef("name the PCI addresses of the drives; 'tuttifs drives' lists them")
+	}
+	if err := checkAddresses(addresses); err != nil {
+		return err
 	}
 	for _, a := range addresses {
 		if err := m.Unbind(a); err != nil {

@@ -173,6 +173,11 @@ func TestDrivesUsage(t *testing.T) {
 	e, _, bad := testEnv()
 	require.Equal(t, plainExits.usage, runMain(context.Background(), e, []string{"tuttifs", "drives", "0000:01:00.0"}))
 	require.Contains(t, bad.String(), "drives bind")
+	for _, verb := range []string{"bind", "unbind"} {
+		e, _, bad = testEnv()
+		require.Equal(t, plainExits.usage, runMain(context.Background(), e, []string{"tuttifs", "drives", verb, "nonsense"}))
+		require.Contains(t, bad.String(), `"nonsense" is no PCI address`)
+	}
 	e, out, _ := testEnv()
 	require.Zero(t, runMain(context.Background(), e, []string{"tuttifs", "drives", "bind", "--help"}))
 	require.Contains(t, out.String(), "ADDRESS")

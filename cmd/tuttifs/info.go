@@ -169,7 +169,10 @@ func (d *infoDocument) print(e *env) {
 	if d.Degraded {
 		marks = append(marks, "degraded")
 	}
-	row("state", "%s", orDash(strings.Join(marks, ", ")))
+	if len(marks) == 0 {
+		marks = append(marks, "healthy")
+	}
+	row("state", "%s", strings.Join(marks, ", "))
 	row("epoch", "%d", d.Epoch)
 	row("rows", "of %d entries, segments of %s", d.Width, humanBytes(d.SegmentBytes))
 	row("journal", "%s, %s in use", humanBytes(d.JournalBytes), humanBytes(d.JournalUsedBytes))

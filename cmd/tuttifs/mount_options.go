@@ -195,6 +195,9 @@ var mountOptionTable = []mountOption{
 func (s *mountSettings) setProfile(v string) error {
 	number, rest, own := strings.Cut(v, ":")
 	index, err := strconv.ParseUint(number, 10, 16)
+	if own && err != nil && strings.Trim(number, "+-0123456789") == "" {
+		return fmt.Errorf("a drive from 0 to 65535 before the colon, not %q", number)
+	}
 	if own = own && err == nil; own {
 		v = rest
 	}

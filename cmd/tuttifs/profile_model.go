@@ -61,8 +61,8 @@ func newProfileModel() *command {
 	f.StringVar(&o.layerTimes, "layer-times", "", "a JSON or CSV `FILE` of measured times: scripts/layer_times.py")
 	f.Float64Var(&o.rates.FLOPs, "flops", 0, "without measurements: `N` operations a second that the GPU reaches")
 	f.Float64Var(&o.rates.HBM, "hbm", 0, "likewise: `N` bytes a second of its memory")
-	f.IntSliceVar(&o.inputs, "inputs", o.inputs, "likewise: the table's `LENGTHS` of input, in new tokens")
-	f.IntSliceVar(&o.prefixes, "prefixes", o.prefixes, "likewise: its `LENGTHS` of prefix, in cached tokens")
+	f.Var((*lengthsFlag)(&o.inputs), "inputs", "likewise: the table's `LENGTHS` of input, in new tokens")
+	f.Var((*lengthsFlag)(&o.prefixes), "prefixes", "likewise: its `LENGTHS` of prefix, in cached tokens")
 	f.StringVar(&o.model, "model", "llama3-8b", "`MODEL`, one of "+strings.Join(modelNames(), ", "))
 	f.StringVar(&o.dtype, "dtype", "", "`TYPE` of its cache's elements (default: bf16 or fp8, by their size)")
 	f.IntVar(&o.tp, "tp", 1, "tensor-parallel degree: ranks, which share the drives")
@@ -315,6 +315,32 @@ func addDrives(facts *slack.IO, profiles []*drivemodel.Profile, ranks int) {
 		}
 		way.to.LatencyUS += latency
 	}
+}
+
+// lengthsFlag is a pflag.Value for lengths such as 1,128,4096.
+type lengthsFlag []int
+
+func (l *lengthsFlag) Type() string { return "LENGTHS" }
+
+func (l *lengthsFlag) String() string {
+	words := make([]string, len(*l))
+	for i, n := range *l {
+		words[i] = strconv.Itoa(n)
+	}
+	return strings.Join(words, ",")
+}
+
+func (l *lengthsFlag) Set(text string) error {
+	var lengths []int
+	for _, word := range strings.Split(text, ",") {
+		n, err := strconv.Atoi(strings.TrimSpace(word))
+		if err != nil {
+			return fmt.Errorf("%q is not a number of tokens: want some, as in 1,128,4096", word)
+		}
+		lengths = append(lengths, n)
+	}
+	*l = lengths
+	return nil
 }
 
 // parseGrids reads 8:265,16:447.

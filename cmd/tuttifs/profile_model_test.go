@@ -119,6 +119,7 @@ func TestProfileModelRefuses(t *testing.T) {
 		{"--layer-times " + hole, 1, "input 1 with prefix 8 is missing"},
 		{"--model deepseek-v3 --flops 1e15 --hbm 4e12", 2, "measure its layer times"},
 		{"--flops 1e15 --hbm 4e12 --inputs 0", 2, "inputs: 0"},
+		{"--flops 1e15 --hbm 4e12 --inputs [1,128]", 2, `"[1" is not a number of tokens`},
 		{"--flops 1e15 --hbm 4e12 --link 5e9", 2, "ring_bytes_per_second"},
 		{"--flops 1e15 --hbm 4e12 --harvest 8", 2, `"8" is not BLOCKS:GB/s`},
 		{"--flops 1e15 --hbm 4e12 --harvest 200:50", 2, "200 blocks, want 1 to 132"},

@@ -33,6 +33,7 @@ func TestModelledMount(t *testing.T) {
 	dir := mountPoint(t)
 	log := filepath.Join(t.TempDir(), "log")
 	refused(t, 1, "drive_profile", "mount", paths[0], dir, "-o", "drive_profile=nosuch")
+	refused(t, 1, "a drive from 0 to 65535", "mount", paths[0], dir, "-o", "drive_profile=-1:cloud")
 	refused(t, 1, "has no name", "mount", paths[0], dir, "-o", "drive_profile=1:")
 	refused(t, 32, "drive 7, which the volume does not have", "mount", paths[0], dir, "-o", "drive_profile=7:paper",
 		"-o", "sockets="+filepath.Dir(dir))

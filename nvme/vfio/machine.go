@@ -116,6 +116,9 @@ func (m *Machine) list(parts ...string) []string {
 	return names
 }
 
+// IsAddress says whether text has the form of a PCI address; a device need not be there.
+func IsAddress(text string) bool { return addressPattern.MatchString(text) }
+
 const devices = "bus/pci/devices"
 
 // Devices lists the NVMe controllers of the machine, by address.
@@ -144,7 +147,7 @@ func (m *Machine) Devices() ([]Device, error) {
 
 // Device is one of them.
 func (m *Machine) Device(address string) (*Device, error) {
-	if !addressPattern.MatchString(address) {
+	if !IsAddress(address) {
 		return nil, fmt.Errorf("vfio: %q is no PCI address, such as 0000:3b:00.0: %w", address, ErrUnsuitable)
 	}
 	all, err := m.Devices()

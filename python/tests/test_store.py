@@ -189,6 +189,9 @@ class RoundTrip(Mounted):
             self.assertIn("scheduler learns, without budgets", session.describe())
             nothing = tuttifs.Offer(load=True, known=False, restore_ns=0, recompute_ns=0)
             self.assertEqual(session.offer(64, 128, 3), nothing)
+            for wrong in ((0, 128, 3), (64, 128, 0), (1 << 31, 128, 3)):
+                with self.assertRaises(tuttifs.InvalidError):
+                    session.offer(*wrong)
             session.prefill(64, 128, 3)
             for layer in range(3):
                 session.layer_done(layer)

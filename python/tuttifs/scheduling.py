@@ -93,7 +93,8 @@ class Scheduled:
         self._lib.end_pass(self._h)
 
     def offer(self, input: int, cached: int, layers: int) -> Offer:
-        """Weighs restoring a prefix of cached tokens before input new ones, in a pass of so many layers."""
+        """Weighs restoring a prefix of cached tokens before input new ones, in a pass of so many layers.
+        What prefill refuses is refused here too."""
         o = _lib.Offer()
         self._lib.offer(self._h, input, cached, layers, C.byref(o))
         return Offer(bool(o.load), bool(o.known), o.restore_ns, o.recompute_ns)
