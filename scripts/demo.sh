@@ -1,7 +1,8 @@
 #!/bin/bash
 # demo.sh TUTTIFS: a volume on four files, from mkfs to umount, in a temporary directory. Leaves nothing behind.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -euo pipefail
-bin=$(realpath "${1:-bin/tuttifs}")
+bin=$(realpath -- "${1:-bin/tuttifs}")
 bold='' dim='' plain=''
 [ -t 1 ] && bold=$'\033[1m' dim=$'\033[2m' plain=$'\033[0m'
 title() { printf '\n%s== %s%s\n' "$bold" "$*" "$plain"; }
@@ -17,13 +18,16 @@ mnt=$work/mnt log=$work/log
 cleanup() {
   code=$?
   trap - EXIT
+  trap '' INT TERM HUP PIPE
+  exec >&2
   if mountpoint -q "$mnt" || grep -qF " $mnt fuse.tuttifs " /proc/mounts; then "$bin" umount "$mnt" || umount -l "$mnt" || true; fi
   [ $code = 0 ] || { echo "demo: failed with status $code; the daemon's log:" >&2; cat "$log" >&2 2>/dev/null; }
   rm -rf "$work"
   exit $code
 }
 trap cleanup EXIT
-trap 'exit 130' INT TERM
+trap 'exit 130' INT TERM HUP
+trap 'exit 141' PIPE
 mkdir "$mnt"
 drives=("$work"/d0 "$work"/d1 "$work"/d2 "$work"/d3)
 replay=(--model llama3-8b --scale 1024)

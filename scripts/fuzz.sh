@@ -1,5 +1,6 @@
 #!/bin/sh
 # fuzz.sh GO TIME: runs every fuzz target of the tree for TIME each. A finding is written below the package's testdata/fuzz.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 go=$1 time=$2
 cd "$(dirname "$0")/.."

@@ -3,6 +3,7 @@
 # binaries are those of 'make gpu-tests', so this machine needs neither Go nor the network. A line each is printed, and
 # what they said lies in DIRECTORY. TUTTIFS_GPU names the GPU by its number, TUTTIFS_SEED repeats what is random, and
 # TUTTIFS_CHECK_SECONDS is the most that all of it may take, 220 by default.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -u
 cd "$(dirname "$0")/.." || exit 1
 [ $# = 1 ] || { sed -n '2,5s/^# //p' "$0" >&2; exit 2; }

@@ -1,5 +1,6 @@
 #!/bin/bash
 # lib.sh GO DIRECTORY: builds libtuttifs.so. Nothing but the functions of include/libtuttifs.h can be seen in it.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -euo pipefail
 go=$1
 mkdir -p "$2"

@@ -2,6 +2,7 @@
 # need-adapters.sh DIR: makes DIR a Python environment with SGLang and LMCache, from PyPI, once: some 6 GB. Of what they ask for
 # only that is installed which host pools, controllers and storage backends import; nothing of them needs a GPU.
 # The exit status is 3, and the last line the reason, where that cannot be.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 dir=$1
 sglang=0.5.23 lmcache=0.5.6 torch=2.13.0

@@ -1,6 +1,7 @@
 #!/bin/sh
 # need-go.sh [GO]: makes sure of a Go toolchain that is as new as go.mod asks. Where there is none, it installs Debian's or Ubuntu's
 # package and says so; a Go of 1.21 or later fetches the version that go.mod names by itself.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -u
 go=${1:-go}
 cd "$(dirname "$0")/.." || exit 1

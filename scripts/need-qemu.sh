@@ -3,6 +3,7 @@
 # so it needs no rights, and the machine's own QEMU, which may be too old, stays as it is. Packages come from the machine's own
 # sources; if their QEMU is older than 8, which has no placement of data (FDP), it and what it needs are taken from the backports.
 # The exit status is 3, and the last line the reason, where that cannot be.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 dir=$1
 [ ! -e "$dir/ready" ] || exit 0

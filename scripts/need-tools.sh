@@ -1,6 +1,7 @@
 #!/bin/sh
 # need-tools.sh COMMAND:PACKAGE ...: installs Debian packages whose commands are absent, where it can, and says so. What cannot be
 # installed is named; whoever wants the command does without it.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 packages=
 for pair in "$@"; do

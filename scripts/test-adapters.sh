@@ -1,6 +1,7 @@
 #!/bin/sh
 # test-adapters.sh DIR: runs the adapters for SGLang and LMCache, with those from need-adapters.sh in DIR and what is built in this
 # tree. Each has a process of its own.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 cd "$(dirname "$0")/.."
 dir=$1

@@ -4,6 +4,7 @@
 # need-qemu.sh puts QEMU and a kernel. STEPs are functions of test-nvme-guest.sh; without any, all are run, and then the images of the
 # drives are checked here, where no driver of anybody stands between.
 # Ends within the limit, and leaves nothing behind, whatever ends it: not even SIGKILL.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -euo pipefail
 programs=$1 cache=$2 steps=${3:-conformance,volume,real,errors,faults}
 limit=${TUTTIFS_NVME_LIMIT:-290} # seconds; on a machine of its own half of it is enough

@@ -1,5 +1,6 @@
 #!/bin/sh
 # test-vllm.sh DIR: runs the connector in engines, with vLLM from need-vllm.sh in DIR and what is built in this tree.
+[ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 cd "$(dirname "$0")/.."
 dir=$1
