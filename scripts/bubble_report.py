@@ -195,8 +195,9 @@ def bars(report):
     for r in report["crossings"]:
         if (r["drives"], r["way"], r["stores"], r["tokens"]) == ("ram", "tuttifs", "own", first):
             # Where nothing was exposed, the crossing point is beyond what was measured.
-            got = r["percent"] or (r["hidden_to"] if r["exposed_from"] is None else 0.0)
-            rows.append((f"crossing point at {first >> 10} K, %", got, f">= {CROSSING_BAR}", got >= CROSSING_BAR))
+            got = r["percent"] or (r["hidden_to"] if r["exposed_from"] is None else None)
+            rows.append((f"crossing point at {first >> 10} K, %", got, f">= {CROSSING_BAR}",
+                         got is not None and got >= CROSSING_BAR))
     worst, violations = {}, 0
     for c in report["cells"]:
         if c["way"] != "tuttifs" or c["tokens"] != first:
@@ -250,9 +251,14 @@ def load(paths):
     """Joins the documents of several runs: of what was measured twice, the last one's figures count."""
     reports = []
     for path in paths:
-        with open(path) as f:
-            reports.append(json.load(f))
-        if reports[-1].get("bubbles_version") != VERSION:
+        try:
+            with open(path) as f:
+                reports.append(json.load(f))
+        except OSError as e:
+            raise SystemExit(f"{path}: {e.strerror}") from None
+        except ValueError as e:
+            raise SystemExit(f"{path} is no whole JSON document: {e}") from None
+        if not isinstance(reports[-1], dict) or reports[-1].get("bubbles_version") != VERSION:
             raise SystemExit(f"{path} is no document of this version of bubbles.py")
     whole = reports[0]
     for path, r in zip(paths[1:], reports[1:]):
@@ -315,6 +321,10 @@ def percent(x):
     return f"{x:.2f} %" if x is not None else "-"
 
 
+def number(x):
+    return f"{x:.3f}" if x is not None else "-"
+
+
 def table(report):
     """The report as text."""
     lines = [f"{report['gpu'] or 'no GPU'}, {report['cores']} cores, {report['pollers']} pollers, {report['layers']} "
@@ -340,7 +350,7 @@ def table(report):
                                                                                   for r in report["backlog"]]
         lines += [text for r in report["backlog"] for text in lags(report, r)]
     if report["bars"]:
-        lines += ["", "Bars"] + [f"  {b['what']}: {b['got']:.3f} (wanted {b['wanted']}): "
+        lines += ["", "Bars"] + [f"  {b['what']}: {number(b['got'])} (wanted {b['wanted']}): "
                                  + ("met" if b["met"] else "MISSED") for b in report["bars"]]
     reasons = {}
     for x in report["left_out"]:

@@ -22,7 +22,7 @@ With `paper`, rates of restores without compute are measured beside a permanent 
   scripts/bubbles.sh                                        # on a machine with a GPU, PyTorch and much memory
   scripts/bubbles.py --plot a.json,b.json                   # the table and a.png, from what runs have written
   scripts/bubbles.py --device cpu --tokens 512 --layers 3 --block 16 --where /tmp   # tiny, without a GPU
-  scripts/bubbles.py --device none --tokens 8192 --layers 4      # without PyTorch: compute is slept
+  scripts/bubbles.py --device none                               # 8192 tokens, 4 layers, no PyTorch: compute is slept
 """
 
 import argparse
@@ -32,6 +32,9 @@ import sys
 
 import bubble_report
 import kv_store
+
+
+SLEPT_TOKENS, SLEPT_LAYERS = 8192, 4  # without a GPU: two or three minutes
 
 
 def numbers(kind):
@@ -55,7 +58,9 @@ def arguments():
     p.add_argument("-o", "--output", default="bubbles.json", help="the document, written after each case")
     p.add_argument("--png", help="the plot; default: the document's name with .png")
     p.add_argument("--limit", type=float, default=540, help="seconds after which what is left is left out")
-    p.add_argument("--tokens", type=numbers(int), default=[65536, 131072], help="of the prompts")
+    p.add_argument("--tokens", type=numbers(int),
+                   help=f"of the prompts (default: 65536,131072; {SLEPT_TOKENS}, of {SLEPT_LAYERS} layers, with "
+                        "--device none)")
     p.add_argument("--hits", type=numbers(float), default=[98, 93.75, 98.5, 97, 99, 95, 90, 87.5, 75, 50],
                    help="per cent of the prompt that are cached, in this order, but those below "
                         f"{bubble_report.LOW_PERCENT} last; rounded to whole blocks")
@@ -70,10 +75,13 @@ def arguments():
     p.add_argument("--slack-table", help="the scheduler's; none: it learns")
     p.add_argument("--store-mib", type=int, default=1024, help="the store buffer")
     p.add_argument("--piece", type=int, default=32768, help="most new tokens of one forward pass")
-    kv_store.add_arguments(p)
+    kv_store.add_arguments(p, kv_store.DEVICES + ", or none: compute is slept, without PyTorch")
+    p.set_defaults(layers=0)
     a = p.parse_args()
     if a.plot:
         return a
+    tokens, layers = ([SLEPT_TOKENS], SLEPT_LAYERS) if a.device == "none" else ([65536, 131072], 32)
+    a.tokens, a.layers = a.tokens or tokens, a.layers or layers
     if a.device != "none" and not importlib.util.find_spec("torch"):
         p.error("this needs PyTorch; --device none and --plot do not")
     if not a.pollers and a.device.startswith("cuda"):
@@ -81,6 +89,9 @@ def arguments():
     kv_store.settle(p, a)
     if any(t % a.block or t < 2 * a.block for t in a.tokens) or a.piece < 1 or a.piece % a.block:
         p.error("--tokens and --piece are whole blocks, two at least of a prompt")
+    where = os.path.dirname(os.path.abspath(a.output))
+    if os.path.isdir(a.output) or not os.path.isdir(where) or not os.access(where, os.W_OK | os.X_OK):
+        p.error(f"-o {a.output}: no file in a directory that can be written to")
     if not all(0 < h < 100 for h in a.hits) or a.runs < 1 or a.layers < 2:
         p.error("--hits are above 0 and below 100, --runs 1 or more, --layers 2 or more")
     return a

@@ -17,6 +17,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/tuttifs-demo.XXXXXX")
 mnt=$work/mnt log=$work/log
 cleanup() {
   code=$?
+  set +e # whatever fails here, the rest is still to be taken away
   trap - EXIT
   trap '' INT TERM HUP PIPE
   exec >&2

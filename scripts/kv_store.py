@@ -10,10 +10,13 @@ sys.path.insert(0, os.path.join(ROOT, "python"))
 import tuttifs  # noqa: E402
 
 
-def add_arguments(p):
+DEVICES = "cuda, cuda:N, or cpu for tiny shapes and the CPU executor"
+
+
+def add_arguments(p, device_help=DEVICES):
     """The flags of all these programs; settle completes them."""
-    p.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for tiny shapes and the CPU executor")
-    p.add_argument("--layers", type=int, default=32)
+    p.add_argument("--device", default="cuda", help=device_help)
+    p.add_argument("--layers", type=int, default=32, help="of the model")
     p.add_argument("--block", type=int, default=64, help="tokens of a block and file: 64 make objects of 256 KiB")
     p.add_argument("--layout", choices=["kv-first", "blocks-first"], help="[2, blocks, ...] or [blocks, 2, ...]")
     p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads (default: by the cores)")
@@ -29,6 +32,12 @@ def settle(p, a):
     a.cpu = a.device == "cpu"
     a.layout = a.layout or ("blocks-first" if a.cpu else "kv-first")
     a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8))
+    if not os.path.isdir(a.where) or not os.access(a.where, os.W_OK | os.X_OK):
+        p.error(f"--where {a.where}: no directory that can be written to")
+    if not os.path.isfile(a.tuttifs) or not os.access(a.tuttifs, os.X_OK):
+        p.error(f"--tuttifs {a.tuttifs}: no program; 'make build' makes bin/tuttifs")
+    if not os.path.isfile(a.lib):
+        p.error(f"--lib {a.lib}: no library; 'make lib' makes build/lib/libtuttifs.so")
     if a.cpu and a.layout == "kv-first":
         p.error("the CPU executor takes one run a block: --layout blocks-first")
     os.environ["TUTTIFS_LIBRARY"] = os.path.abspath(a.lib)
