@@ -19,8 +19,9 @@ type Key = [32]byte
 var (
 	// ErrNotMount: the path lies in no tuttifs mount.
 	ErrNotMount = ioctl.ErrNotMount
-	// ErrNoSpace: everything is pinned or reserved; release something or store less at a time.
-	ErrNoSpace = errors.New("engine: no space: everything is pinned or reserved")
+	// ErrNoSpace: it is more than the pool can hold, or everything else is pinned or reserved; Reserve says which.
+	// Store less at a time, or release something.
+	ErrNoSpace = errors.New("engine: no space")
 	// ErrAgain: space was still being freed, or too much was outstanding, when the deadline passed.
 	ErrAgain = errors.New("engine: still busy after the deadline, try again later")
 	// ErrPending: another engine is storing one of these keys; it will be there soon.
@@ -31,6 +32,8 @@ var (
 	ErrReadOnly = errors.New("engine: mount is read-only")
 	// ErrNotFound: no such pool, request, reservation, slot or session; leases also end by time-out.
 	ErrNotFound = errors.New("engine: not found, or expired")
+	// ErrLease: the slot or reservation is not this session's, is being committed, or the session is another user's.
+	ErrLease = errors.New("engine: not leased to this session")
 	// ErrExists: a pool of this name has another identity or geometry. Choose another name.
 	ErrExists = errors.New("engine: pool exists with another identity or geometry")
 	// ErrIdentity: the identity is incomplete, so blocks of it must not be persisted.
@@ -48,9 +51,10 @@ var (
 // meaning is what the ABI's errnos say to an engine.
 var meaning = map[ioctl.Errno]error{
 	ioctl.ENOSPC: ErrNoSpace, ioctl.EAGAIN: ErrAgain, ioctl.EINPROGRESS: ErrPending, ioctl.EDQUOT: ErrQuota,
-	ioctl.EROFS: ErrReadOnly, ioctl.EBADF: ErrReadOnly, ioctl.ENOENT: ErrNotFound, ioctl.EEXIST: ErrExists,
-	ioctl.EBADMSG: ErrIdentity, ioctl.ENODATA: ErrIncomplete, ioctl.ESTALE: ErrGone, ioctl.ENOTCONN: ErrGone,
-	ioctl.EINVAL: ErrInvalid, ioctl.EOVERFLOW: ErrInvalid, ioctl.EIO: ErrDrive, ioctl.ENODEV: ErrDrive,
+	ioctl.EROFS: ErrReadOnly, ioctl.EBADF: ErrReadOnly, ioctl.ENOENT: ErrNotFound, ioctl.EPERM: ErrLease,
+	ioctl.EEXIST: ErrExists, ioctl.EBADMSG: ErrIdentity, ioctl.ENODATA: ErrIncomplete, ioctl.ESTALE: ErrGone,
+	ioctl.ENOTCONN: ErrGone, ioctl.EINVAL: ErrInvalid, ioctl.EOVERFLOW: ErrInvalid, ioctl.EIO: ErrDrive,
+	ioctl.ENODEV: ErrDrive,
 }
 
 // explain adds what an errno means to the error that carries it.

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"tuttifs/ioctl"
+	"tuttifs/stripe"
 )
 
 // Item is one file to store.
@@ -225,12 +226,12 @@ func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool
 			n, err = p.reserve(tenant, partID(reserve, parts), part, partial, grants[begin:])
 			return err
 		})
-		if err != nil && partial && granted > 0 && errors.Is(err, ErrNoSpace) {
+		if partial && granted > 0 && n == 0 && isShort(err) {
 			break
 		}
 		if err != nil {
 			p.undo(reserve, most, grants[:granted+n])
-			return 0, err
+			return 0, p.sayShort(err, len(items))
 		}
 		granted, begin = granted+n, begin+len(part)
 		if n < len(part) {
@@ -240,6 +241,29 @@ func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool
 	}
 	p.remember(partKey(reserve, true), parts)
 	return granted, nil
+}
+
+// isShort says whether an error is for want of space, now or at all.
+func isShort(err error) bool {
+	return errors.Is(err, ErrNoSpace) || errors.Is(err, ErrQuota) || errors.Is(err, ErrAgain)
+}
+
+// sayShort says of ErrNoSpace what is in the way, by the pool's figures: its size, or what is pinned and reserved.
+func (p *Pool) sayShort(err error, wanted int) error {
+	if !errors.Is(err, ErrNoSpace) {
+		return err
+	}
+	a, failed := p.Stats()
+	if failed != nil || a.BytesCapacity == 0 {
+		return err
+	}
+	size := p.layout.SlotUnits() * stripe.UnitBytes
+	most, held := a.BytesCapacity/size, a.FilesPinned+a.FilesReserved
+	if uint64(wanted) > most {
+		return fmt.Errorf("%w; %d files are wanted, the pool has room for %d: store fewer at a time", err, wanted, most)
+	}
+	return fmt.Errorf("%w; %d files are wanted, the pool has room for %d, of which %d are pinned or reserved",
+		err, wanted, most, held)
 }
 
 // undo aborts what a failed Reserve has made: of its parts, of most grants each, those with slots that were new to

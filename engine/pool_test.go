@@ -34,6 +34,9 @@ type fakeMount struct {
 	reserved   map[uint64]int
 	others     map[uint64]bool // reservations that another rank made
 	refused    uint64          // a request whose id has other keys or items
+	stuck      uint64          // a reservation that is told EAGAIN for ever
+	capacity   uint64          // bytes
+	held       int             // files reserved
 	aborts     []uint64
 	room       int // items that still fit
 	busy       int // EAGAINs before a reserve succeeds
@@ -155,6 +158,9 @@ func (f *fakeMount) Reserve(a *ioctl.Reserve, flags uint16) error {
 		f.busy--
 		return ioctl.EAGAIN
 	}
+	if f.stuck != 0 && a.Reserve == f.stuck {
+		return ioctl.EAGAIN
+	}
 	n := int(a.Items.Bytes) / 72
 	if f.refused != 0 && a.Reserve == f.refused {
 		return ioctl.EINVAL
@@ -196,7 +202,7 @@ func (f *fakeMount) Abort(a *ioctl.Abort) error {
 }
 
 func (f *fakeMount) Stats(a *ioctl.Stats) error {
-	a.Files = uint64(len(f.present))
+	a.Files, a.BytesCapacity, a.FilesReserved = uint64(len(f.present)), f.capacity, uint64(f.held)
 	return f.bad
 }
 
@@ -350,6 +356,44 @@ func TestReserveIsAllOrNothing(t *testing.T) {
 	require.NoError(t, p.Abort(2))
 	require.Empty(t, f.reserved)
 	require.Equal(t, 300, f.room)
+}
+
+// A part for which room is still being made at the deadline leaves those before it granted, where a part will do.
+func TestPartialReserveEndsWhereItWaits(t *testing.T) {
+	p, f, _ := newPool(t, 4096)
+	p.control.deadline, f.stuck = 5*time.Millisecond, partID(3, 2)
+	items, grants := make([]Item, 500), make([]Grant, 500)
+	_, err := p.Reserve(0, 3, items, false, grants)
+	require.ErrorIs(t, err, ErrAgain)
+	require.Empty(t, f.reserved)
+	n, err := p.Reserve(0, 3, items, true, grants)
+	require.NoError(t, err)
+	require.Len(t, f.reserved, 2)
+	require.Equal(t, f.reserved[partID(3, 0)]+f.reserved[partID(3, 1)], n)
+	f.stuck = partID(4, 0)
+	_, err = p.Reserve(0, 4, items, true, grants)
+	require.ErrorIs(t, err, ErrAgain, "nothing at all")
+}
+
+// What is too large for the pool is told so, and not that others are in the way.
+func TestNoSpaceSaysWhy(t *testing.T) {
+	p, f, _ := newPool(t, 4096)
+	f.room, f.capacity = 0, 40*p.layout.SlotUnits()*stripe.UnitBytes
+	_, err := p.Reserve(0, 1, make([]Item, 41), false, make([]Grant, 41))
+	require.ErrorIs(t, err, ErrNoSpace)
+	require.ErrorContains(t, err, "41 files are wanted, the pool has room for 40: store fewer")
+	f.held = 30
+	_, err = p.Reserve(0, 1, make([]Item, 20), false, make([]Grant, 20))
+	require.ErrorIs(t, err, ErrNoSpace)
+	require.ErrorContains(t, err, "room for 40, of which 30 are pinned or reserved")
+}
+
+func TestNotLeased(t *testing.T) {
+	p, f, _ := newPool(t, 4096)
+	f.bad = ioctl.EPERM
+	_, err := p.Pin(0, 1, keys(1), make([]Grant, 1))
+	require.ErrorIs(t, err, ErrLease)
+	require.ErrorIs(t, err, ioctl.EPERM)
 }
 
 // A rank that cannot join gives back what it made itself, and leaves the other ranks what is theirs.

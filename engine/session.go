@@ -261,7 +261,7 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 			Lanes: o.Lanes + o.storeLanes(), Depth: o.Depth, DMABytes: uint64(o.DMABytes), Real: o.Real,
 		})
 		if o.Real && errors.Is(err, ioctl.EPERM) {
-			err = fmt.Errorf("%w: the mount gives this user no queue pairs of its SSDs (mount -o real=...): %w", ErrInvalid, err)
+			err = fmt.Errorf("%w: the mount gives this user no queue pairs of its SSDs (mount -o real=...): %v", ErrInvalid, err)
 		}
 	}
 	if err == nil {

@@ -334,7 +334,8 @@ func (r *reservation) conclude(err error) {
 	r.ticket.Complete(err)
 }
 
-// Abort gives the reservation's uncommitted slots back (when no command is in flight on them).
+// Abort gives the reservation's uncommitted slots back (when no command is in flight on them). ErrNotFound if there is
+// none any more: what its ranks have all committed goes on, whether or not a file of it was incomplete.
 func (m *Member) Abort(g *Group, reserve uint64) error {
 	if err := checkBatch(g, 0, 0, 0); err != nil {
 		return err
@@ -349,7 +350,7 @@ func (m *Member) Abort(g *Group, reserve uint64) error {
 		return err
 	}
 	if r.state != reserveOpen {
-		return fmt.Errorf("%w: reservation %d is committed or about to be", ErrLease, reserve)
+		return fmt.Errorf("%w: reservation %d is over: all ranks have committed", ErrNotFound, reserve)
 	}
 	m.ses.abort(r, m, fmt.Errorf("%w: reservation %d was aborted", ErrNotFound, reserve))
 	return nil

@@ -29,7 +29,7 @@ type Key = [32]byte
 var (
 	ErrNotFound   = errors.New("gpufile: no such file")
 	ErrPending    = errors.New("gpufile: another engine is storing this key")
-	ErrNoSpace    = errors.New("gpufile: no space: everything is pinned or reserved")
+	ErrNoSpace    = errors.New("gpufile: no space")
 	ErrAgain      = errors.New("gpufile: space is being freed, try again")
 	ErrQuota      = errors.New("gpufile: tenant is over its quota")
 	ErrReadOnly   = errors.New("gpufile: volume is mounted read-only")

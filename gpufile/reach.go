@@ -18,12 +18,20 @@ func (r *reservation) checkReach() (cut int, err error) {
 		reach := r.reach(j)
 		if over := held + r.need[j] - reach; over > cut {
 			cut = over
-			err = fmt.Errorf("%w: pool %q can have %d files at most, with %d pinned or reserved and %d wanted",
-				ErrNoSpace, p.Name(), reach, held, r.need[j])
+			err = tooMany(p, r.need[j], reach, held)
 		}
 	}
 	// Pools of a family make room for each other as the reservation is shortened.
 	return (cut + len(r.g.pools) - 1) / len(r.g.pools), err
+}
+
+// tooMany says what is in the way: the pool's limits, or what others hold in it.
+func tooMany(p *Pool, need, reach, held int) error {
+	if need > reach {
+		return fmt.Errorf("%w: %d files are wanted, pool %q can have %d at most", ErrNoSpace, need, p.Name(), reach)
+	}
+	return fmt.Errorf("%w: %d files are wanted, pool %q can have %d at most, and %d are pinned or reserved",
+		ErrNoSpace, need, p.Name(), reach, held)
 }
 
 // reach is how many slots a pool could have within its limits if all others gave what they can, what the reservation

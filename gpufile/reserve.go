@@ -1,6 +1,7 @@
 package gpufile
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"sync/atomic"
@@ -167,7 +168,8 @@ func (r *reservation) validate() error {
 }
 
 // secure makes the reservation of all items, or of a leading run; the pools' mutexes are held. After an error but
-// ErrAgain, nothing has changed.
+// ErrAgain, nothing has changed. A run is shortened before anything is evicted for it, so that every file that goes
+// makes room for one that is granted: now, or after ErrAgain, when the caller asks again and finds the room there.
 func (r *reservation) secure(partial bool) (int, error) {
 	if err := r.classify(); err != nil {
 		return 0, err
@@ -186,9 +188,15 @@ func (r *reservation) secure(partial bool) (int, error) {
 		n = most
 	}
 	for {
-		cut, err := r.attempt(n)
+		cut, err := r.makeRoom(n)
+		if errors.Is(err, ErrAgain) {
+			return 0, err // a run that fits now would leave unused what is being made for it
+		}
 		if err == nil {
-			break
+			if cut = r.allocate(n); cut == 0 {
+				break
+			}
+			err = ErrAgain
 		}
 		if n = r.shorten(n, cut); !partial || n == 0 {
 			return 0, err
@@ -344,8 +352,9 @@ func (r *reservation) granted() int {
 	return n
 }
 
-// attempt makes room for the first n items and allocates their slots, or returns how many slots are too many.
-func (r *reservation) attempt(n int) (cut int, err error) {
+// makeRoom finds or makes room for the first n items. ErrAgain: it is on its way. Other errors come with how many slots
+// are too many, and after them nothing has changed.
+func (r *reservation) makeRoom(n int) (cut int, err error) {
 	for j := range r.need {
 		r.need[j] = 0
 		for i := range n {
@@ -375,13 +384,10 @@ func (r *reservation) attempt(n int) (cut int, err error) {
 	}
 	for j, p := range r.g.pools {
 		if free, _, _ := p.m.Counts(); int(free) < r.need[j] {
-			cut, err = max(cut, r.need[j]-int(free)), ErrAgain
+			return 0, ErrAgain
 		}
 	}
-	if err != nil {
-		return cut, err
-	}
-	return r.allocate(n)
+	return 0, nil
 }
 
 // planQuota plans the eviction of the tenant's own files until its quota allows the reservation.
@@ -408,8 +414,9 @@ func (r *reservation) planQuota() (cut int, err error) {
 	return 0, nil
 }
 
-// allocate takes the slots of the first n items, each near its parent, or none of them.
-func (r *reservation) allocate(n int) (cut int, err error) {
+// allocate takes the slots of the first n items, each near its parent. If some are not to be had, because their row is
+// being given back or for want of memory, it takes none and returns how many items are too many.
+func (r *reservation) allocate(n int) (cut int) {
 	for i := range n {
 		for j, p := range r.g.pools {
 			f := r.file(i, j)
@@ -419,12 +426,12 @@ func (r *reservation) allocate(n int) (cut int, err error) {
 			slot, ok := p.alloc(r.parentSlot(i, j))
 			if !ok {
 				r.unallocate(i, j)
-				return n - i, ErrAgain
+				return n - i
 			}
 			f.slot = slot
 		}
 	}
-	return 0, nil
+	return 0
 }
 
 // unallocate undoes allocate up to one file.

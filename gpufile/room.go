@@ -2,6 +2,7 @@ package gpufile
 
 import (
 	"errors"
+	"fmt"
 	"sync/atomic"
 	"time"
 
@@ -92,13 +93,15 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	if evict <= 0 {
 		return 0, nil
 	}
-	if p.plan(evict) {
+	// Of a plan for more than there is, what it finds is of interest too: that many fit.
+	p.plan(min(evict, int(p.unpinned())-planned))
+	cut = evict - (len(p.victims) - planned)
+	if cut == 0 {
 		if lack > 0 {
 			p.s.wantRow(p, wishIdle, lack)
 		}
 		return 0, nil
 	}
-	cut = evict - (len(p.victims) - planned)
 	if p.searching {
 		return cut, ErrAgain
 	}
@@ -108,7 +111,8 @@ func (p *Pool) planRoom(need int) (cut int, err error) {
 	if able := p.growth.refused[wishNeed].slots - 1; able > 0 && able < cut {
 		cut -= able // with so many less, the others can give what is left
 	}
-	return cut, ErrNoSpace
+	return cut, fmt.Errorf("%w: of %d files wanted, %d fit in pool %q: the rest is pinned, reserved or built upon",
+		ErrNoSpace, need, need-cut, p.Name())
 }
 
 // rowsComing says whether the volume is about to have more rows for the pool.

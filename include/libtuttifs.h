@@ -42,6 +42,7 @@ extern "C" {
 #define TUTTIFS_LIB_MINOR 0
 
 enum tuttifs_error {
+	TUTTIFS_EPERM = 1,         /* not leased to this session, being committed, or another user's session */
 	TUTTIFS_ENOENT = 2,        /* no such pool, request, reservation or lease; leases also expire */
 	TUTTIFS_EIO = 5,           /* a drive or command failed */
 	TUTTIFS_EBADF = 9,         /* not a handle, closed, or of another kind */
@@ -53,7 +54,7 @@ enum tuttifs_error {
 	TUTTIFS_EEXIST = 17,       /* the pool exists with another identity or geometry */
 	TUTTIFS_ENODEV = 19,       /* no usable GPU or driver */
 	TUTTIFS_EINVAL = 22,       /* an argument that can never be right */
-	TUTTIFS_ENOSPC = 28,       /* everything is pinned or reserved */
+	TUTTIFS_ENOSPC = 28,       /* more than the pool can hold, or everything else is pinned or reserved; the text says which */
 	TUTTIFS_EROFS = 30,        /* the mount is read-only */
 	TUTTIFS_ENODATA = 61,      /* not every object was written */
 	TUTTIFS_EBADMSG = 74,      /* the pool's identity is incomplete or not understood */

@@ -7,7 +7,7 @@ type Errno = unix.Errno
 
 // The errnos that verbs answer; docs/abi.md says when.
 const (
-	EPERM       = unix.EPERM       // not leased to this session; another user's session
+	EPERM       = unix.EPERM       // not leased to this session, or being committed; another user's session
 	ENOENT      = unix.ENOENT      // no such pool, family, slot, request, reservation, ticket or token
 	EIO         = unix.EIO         // a drive failed
 	ENXIO       = unix.ENXIO       // no arena: the process has not attached
@@ -19,7 +19,7 @@ const (
 	ENODEV      = unix.ENODEV      // a member drive is missing
 	EINVAL      = unix.EINVAL      // wrong size, unknown flag, reserved field not zero, value out of range
 	ENOTTY      = unix.ENOTTY      // unknown ioctl number
-	ENOSPC      = unix.ENOSPC      // everything is pinned or reserved
+	ENOSPC      = unix.ENOSPC      // more than the pool can hold, or everything else is pinned or reserved
 	EROFS       = unix.EROFS       // the volume is mounted read-only
 	ENODATA     = unix.ENODATA     // commit, but not all objects were written
 	EPROTO      = unix.EPROTO      // another ABI version

@@ -35,7 +35,7 @@ var codes = []struct {
 	{engine.ErrNoSpace, C.TUTTIFS_ENOSPC}, {engine.ErrAgain, C.TUTTIFS_EAGAIN},
 	{engine.ErrPending, C.TUTTIFS_EINPROGRESS}, {engine.ErrQuota, C.TUTTIFS_EDQUOT},
 	{engine.ErrReadOnly, C.TUTTIFS_EROFS}, {engine.ErrNotFound, C.TUTTIFS_ENOENT},
-	{engine.ErrExists, C.TUTTIFS_EEXIST}, {engine.ErrIdentity, C.TUTTIFS_EBADMSG},
+	{engine.ErrLease, C.TUTTIFS_EPERM}, {engine.ErrExists, C.TUTTIFS_EEXIST}, {engine.ErrIdentity, C.TUTTIFS_EBADMSG},
 	{engine.ErrIncomplete, C.TUTTIFS_ENODATA}, {gio.ErrIncomplete, C.TUTTIFS_ENODATA},
 	{gio.ErrStoreBuffer, C.TUTTIFS_ENOBUFS},
 	{gio.ErrTimeout, C.TUTTIFS_ETIMEDOUT}, {gio.ErrChecksum, C.TUTTIFS_EILSEQ}, {gio.ErrUnmapped, C.TUTTIFS_ENOENT},

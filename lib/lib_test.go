@@ -19,6 +19,7 @@ import (
 
 	"tuttifs/daemon"
 	"tuttifs/drive"
+	"tuttifs/engine"
 	"tuttifs/extentmap"
 	"tuttifs/gio"
 )
@@ -220,6 +221,7 @@ func TestHandles(t *testing.T) {
 func TestCodes(t *testing.T) {
 	require.Zero(t, codeOf(nil))
 	require.EqualValues(t, -116, codeOf(fmt.Errorf("%w: %w", gio.ErrTimeout, gio.ErrDead)))
+	require.EqualValues(t, -1, codeOf(fmt.Errorf("%w: of another session", engine.ErrLease)))
 	require.EqualValues(t, -84, codeOf(fmt.Errorf("slot: %w", gio.ErrChecksum)))
 	require.EqualValues(t, -5, codeOf(errors.New("of an unknown kind")))
 }

@@ -369,6 +369,8 @@ static void refusals(struct rank *r)
 	OK(tuttifs_reserve(r->pool, 0, 70, &item, 1, TUTTIFS_PARTIAL, &lease, &n));
 	CHECK(n == 1 && lease.status == TUTTIFS_LEASE_NEW);
 	REFUSED(TUTTIFS_ENODATA, tuttifs_commit(r->pool, 70, ranks, 2)); /* nothing was written */
+	OK(tuttifs_abort(r->pool, 70)); /* rank 1 was not asked */
+	REFUSED(TUTTIFS_ENOENT, tuttifs_abort(r->pool, 70));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, 0, 0, &lease, 1, NULL, NULL, NULL));
 }
 

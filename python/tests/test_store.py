@@ -319,6 +319,19 @@ class Refusals(Mounted):
             reservation.abort()
             self.refused(tuttifs.NotFoundError, reservation.commit)
 
+    def test_incomplete(self):
+        """`with` lets the error of a commit through, and what was whole is there."""
+        keys = tuttifs.keys(PROMPT, 4)
+        for whole in (0, 4):
+            with self.assertRaises(tuttifs.IncompleteError):
+                with self.pool.reserve(keys) as reservation:
+                    with self.pool.store(reservation[:whole], self.memory, list(range(whole))) as layers:
+                        layers.move_all(3)
+                    reservation.commit()
+            self.refused(tuttifs.NotFoundError, reservation.abort)
+            self.refused(tuttifs.IncompleteError, reservation.commit)  # which waits for what is on its way
+            self.assertEqual(self.pool.peek(keys), whole)
+
     def test_closed(self):
         session = self.store.session(**SESSION)
         pool = session.pool("closed", IDENTITY, self.cache.paged().objects())

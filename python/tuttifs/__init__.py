@@ -13,8 +13,8 @@ from ._lib import find as _find
 from .contentkeys import Media, keys
 from .errors import (AgainError, BusyError, ChecksumError, ClosedError, Code, DefectError, DriveError, Error,
                      ExistsError, ForkedError, IdentityError, IncompleteError, InvalidError, NoDeviceError,
-                     NoMemoryError, NoSpaceError, NotFoundError, NotMountedError, NotSupportedError, PendingError,
-                     QuotaError, ReadOnlyError, StaleError, StoreBufferError, TimedOutError)
+                     NoMemoryError, NoSpaceError, NotFoundError, NotLeasedError, NotMountedError, NotSupportedError,
+                     PendingError, QuotaError, ReadOnlyError, StaleError, StoreBufferError, TimedOutError)
 from .layers import Layers, Transfer
 from .layout import Class, Object, Paged, Run, StridedRun
 from .leases import Lease, Leases, Pinned, Reservation, Status
@@ -26,8 +26,8 @@ __version__ = "0.1"
 __all__ = [
     "AgainError", "BusyError", "ChecksumError", "Class", "ClosedError", "Code", "DefectError", "DriveError", "Error",
     "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError", "Layers", "Lease", "Leases",
-    "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError", "NotFoundError", "NotMountedError",
-    "NotSupportedError", "Object", "Offer", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError",
+    "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError", "NotFoundError", "NotLeasedError",
+    "NotMountedError", "NotSupportedError", "Object", "Offer", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError",
     "ReadOnlyError", "Reservation", "Run", "SchedulerStats", "Session", "SessionStats", "StaleError", "Status", "Store",
     "StoreBufferError", "StoreStats", "StridedRun", "TimedOutError", "Transfer", "binary", "keys",
 ]

@@ -9,6 +9,7 @@ from typing import Optional
 class Code(enum.IntEnum):
     """The codes of include/libtuttifs.h (Linux errno values)."""
 
+    EPERM = 1
     ENOENT = 2
     EIO = 5
     EBADF = 9
@@ -48,6 +49,12 @@ class Error(Exception):
         self.text = text
         number = self.default if code is None else code
         self.code: Optional[int] = number
+
+
+class NotLeasedError(Error, PermissionError):
+    """EPERM: not leased to this session, being committed, or another user's session."""
+
+    default = Code.EPERM
 
 
 class NotFoundError(Error, LookupError):
@@ -118,7 +125,7 @@ class InvalidError(Error, ValueError):
 
 
 class NoSpaceError(Error):
-    """ENOSPC: everything is pinned or reserved."""
+    """ENOSPC: more than the pool can hold, or everything else is pinned or reserved; the text says which."""
 
     default = Code.ENOSPC
 
