@@ -1,6 +1,7 @@
 """What the programs share that measure a model's KV over a volume: its flags, and the KV in a session on a mount."""
 
 import hashlib
+import importlib.util
 import os
 import sys
 import time
@@ -10,6 +11,7 @@ sys.path.insert(0, os.path.join(ROOT, "python"))
 import tuttifs  # noqa: E402
 
 
+TORCH = importlib.util.find_spec("torch") is not None  # --help needs none
 DEVICES = "cuda, cuda:N, or cpu for tiny shapes and the CPU executor"
 
 

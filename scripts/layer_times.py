@@ -17,10 +17,12 @@ import statistics
 import sys
 import time
 
-import torch
+from kv_store import TORCH, note
 
-from kv_model import Model
-from kv_store import note
+if TORCH:
+    import torch
+
+    from kv_model import Model
 
 
 def lengths(text):
@@ -40,6 +42,8 @@ def arguments():
     p.add_argument("--runs", type=int, default=7, help="passes of each place that count")
     p.add_argument("-o", "--output", default="-", help="the file; - is standard output")
     a = p.parse_args()
+    if not TORCH:
+        p.error("this needs PyTorch")
     a.device = "cuda:0" if a.device == "cuda" else a.device
     a.cpu = a.device == "cpu"
     if a.new[0] < 1 or a.cached[0] < 0 or a.layers < 2 or a.runs < 1 or a.warm_up < 0 or a.block < 1:
@@ -89,9 +93,7 @@ def driver_version():
         return ""
 
 
-@torch.inference_mode()
-def main():
-    a = arguments()
+def measure(a):
     if not a.cpu:
         torch.cuda.set_device(a.device)
     begin = time.perf_counter()
@@ -117,6 +119,12 @@ def main():
     with open(a.output + ".new", "w") as f:
         f.write(text)
     os.replace(a.output + ".new", a.output)
+
+
+def main():
+    a = arguments()
+    with torch.inference_mode():
+        measure(a)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,15 @@ import statistics
 import threading
 import time
 
-import torch
-
-import kv_model
 import kv_store
-from kv_model import Dram, Model, random_tokens, same_bits
-from kv_store import Store, note
+from kv_store import TORCH, Store, note
 from ram_volume import RamVolume
+
+if TORCH:
+    import torch
+
+    import kv_model
+    from kv_model import Dram, Model, random_tokens, same_bits
 
 
 def arguments():
@@ -44,6 +46,8 @@ def arguments():
     p.add_argument("--churn", action="store_true", help="grow and shrink PyTorch's memory meanwhile: no times then")
     p.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     a = p.parse_args()
+    if not TORCH:
+        p.error("this needs PyTorch")
     kv_store.settle(p, a)
     a.cached = [int(x) for x in a.cached.split(",")]
     a.modes = a.modes.split(",")
@@ -236,9 +240,7 @@ def table(report):
         print("tuttifs within 3 % of hbm up to 95 % cached: " + ("yes" if report["within_3_percent_to_95"] else "NO"))
 
 
-@torch.inference_mode()
-def main():
-    a = arguments()
+def measure(a):
     if not a.cpu:
         torch.cuda.set_device(a.device)
     volume_bytes = a.tokens // a.block * (a.layers * kv_model.object_bytes(a) + 8192)
@@ -267,6 +269,12 @@ def main():
         print(json.dumps(report, indent=2))
     else:
         table(report)
+
+
+def main():
+    a = arguments()
+    with torch.inference_mode():
+        measure(a)
 
 
 if __name__ == "__main__":
