@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
+	"fmt"
 	"slices"
 	"sync"
 	"testing"
@@ -481,4 +482,13 @@ func FuzzRows(f *testing.F) {
 		require.NotNil(t, m)
 		m.Locate(0, 0)
 	})
+}
+
+// TestExplainOnce: several callers on the way of an error explain it, and it is said once.
+func TestExplainOnce(t *testing.T) {
+	once := explain(fmt.Errorf("commit: %w", ioctl.ENODATA))
+	require.ErrorIs(t, once, ErrIncomplete)
+	require.ErrorIs(t, once, ioctl.ENODATA)
+	require.Equal(t, once, explain(once))
+	require.NoError(t, explain(nil))
 }
