@@ -195,10 +195,11 @@ real() {
 
   title "an engine that drives the SSDs is killed"
   must tuttifs mount --log /tmp/log $options $A $B $D/2 /mnt/kv
-  $replay /tmp/more /mnt/kv >/tmp/killed 2>&1 &
+  sh -c "while $replay /tmp/more /mnt/kv; do :; done" >/tmp/killed 2>&1 &
   within 10 busy
   grep 'real on' /tmp/out
-  kill -KILL $!
+  kill -KILL $! # first, or it would begin another one
+  kill -KILL $(pidof tuttifs | tr ' ' '\n' | grep -v "^$(daemon)$")
   wait $!
   within 10 mediated
   must tuttifs umount /mnt/kv
