@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"sync"
 	"unsafe"
 
 	"tuttifs/cuda"
@@ -24,6 +25,8 @@ type memory struct {
 	bytes   uint64      // of flat memory
 	classes []class     // paged
 	blocks  uint64
+
+	ending sync.Mutex // held by whoever gives it back
 }
 
 // class of a paged pool.
@@ -275,6 +278,11 @@ func goUnregister(h C.uintptr_t, text *C.char) C.int {
 			return err
 		}
 		defer release()
+		m.ending.Lock()
+		defer m.ending.Unlock()
+		if _, err := find[*memory](uintptr(h), "registered memory"); err != nil {
+			return err // somebody else was first
+		}
 		if err := m.unregister(); err != nil {
 			return err // the handle stays: it can be tried again
 		}
