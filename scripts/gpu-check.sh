@@ -58,7 +58,7 @@ some='./^(Geometries|Mixed|Order|Faults|Storm|HeldWrites|Concurrent|Layers)$'
 check kernels 40 cuda/cudatest '^TestGPU' || failed=1
 check ring 70 gio '^TestGPU(Load|Compute|StoreWaits|StoreFrees|Registers)|^TestGPU$/^ring$' & ring=$!
 check polling 70 gio '^TestGPU$/^polling$' & polling=$!
-check stores 70 gio '^TestGPU(Stores|Paced|Scheduled|SeesCompute)$' & stores=$!
+check stores 70 gio '^TestGPU(Stores|Paced|Scheduled|SeesCompute|HostAhead)$' & stores=$!
 together $ring $polling $stores
 check two-processes 40 engine '^TestGPUProcess' || failed=1
 beside=
