@@ -20,7 +20,7 @@ def by_library(tokens, tokens_per_file, *, tenant=0, adapter=b"", salt=b"", medi
     prompt = _lib.Prompt(tokens_per_file=tokens_per_file, tenant=tenant, adapter=adapter, adapter_bytes=len(adapter),
                          salt=salt, salt_bytes=len(salt), media=items, media_count=len(media), last=last, files=files)
     out, n = C.create_string_buffer(32 * (len(ids) + 1)), C.c_uint64()
-    _lib.library().keys(C.byref(prompt), (C.c_uint32 * max(1, len(ids)))(*ids), len(ids), out, C.byref(n))
+    _lib.loaded().keys(C.byref(prompt), (C.c_uint32 * max(1, len(ids)))(*ids), len(ids), out, C.byref(n))
     return [out.raw[32 * i:32 * (i + 1)] for i in range(n.value)]
 
 

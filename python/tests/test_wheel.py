@@ -75,7 +75,7 @@ class Wheel(unittest.TestCase):
         run(sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-index", "--no-deps",
             "--target", target, PYTHON, **self.built)
         about = run(sys.executable, "-c", "import tuttifs, tuttifs._lib as l; print(tuttifs.__file__, "
-                    "l.library().path, tuttifs.binary())", PYTHONPATH=target)
+                    "l.loaded().path, tuttifs.binary())", PYTHONPATH=target)
         inside = os.path.join(target, "tuttifs")
         self.assertEqual(about.split(), [f"{inside}/__init__.py", f"{inside}/_native/libtuttifs.so.1",
                                          f"{inside}/_native/tuttifs"])

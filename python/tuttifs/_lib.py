@@ -205,7 +205,7 @@ def find(environment: str, *names: str) -> Optional[str]:
 _library: Optional[Library] = None
 
 
-def library() -> Library:
+def loaded() -> Library:
     """The library, loaded if it is not yet: TUTTIFS_LIBRARY, the wheel's, or the system's."""
     global _library
     if _library is None:  # two threads may both load it, and get the same

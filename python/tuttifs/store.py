@@ -56,7 +56,7 @@ class Store(Closing):
     """
 
     def __init__(self, path: Union[str, "os.PathLike[str]"]) -> None:
-        self._lib = _lib.library()
+        self._lib = _lib.loaded()
         self.path = os.fspath(path)
         self._h = C.c_void_p()
         if "\0" in self.path:
