@@ -3,6 +3,8 @@ package vfio
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"time"
 
@@ -253,11 +255,7 @@ func (c *Controller) negotiate() error {
 func (c *Controller) own() []*Queue {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	out := make([]*Queue, 0, len(c.queues))
-	for _, q := range c.queues {
-		out = append(out, q)
-	}
-	return out
+	return slices.Collect(maps.Values(c.queues))
 }
 
 // Name is the controller's address.

@@ -2,6 +2,8 @@ package vfio
 
 import (
 	"errors"
+	"maps"
+	"slices"
 
 	"tuttifs/nvme"
 )
@@ -157,11 +159,7 @@ func (c *Controller) deleteOn(do run, p *Pair, drained func()) error {
 func (c *Controller) all() []*Pair {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	out := make([]*Pair, 0, len(c.pairs))
-	for _, p := range c.pairs {
-		out = append(out, p)
-	}
-	return out
+	return slices.Collect(maps.Values(c.pairs))
 }
 
 // Delete ends the pair. After nil no command of it is in flight and its memory is the caller's again; what NewPair
