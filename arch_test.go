@@ -41,6 +41,7 @@ var rooms = map[string][]string{
 	"gpufile":           {"extentmap", "extentmap/ondisk", "stripe", "checksum", "wear", "strictjson"},
 	"nvme/emu":          {"nvme", "drive", "drivemodel", "phase"},
 	"nvme/vfio":         {"nvme", "drive"},
+	"nvme/treetest":     {},
 	"nvme/nvmetest":     {"nvme", "nvme/emu", "nvme/vfio", "drive"},
 	"cuda":              {},
 	"cuda/cudatest":     {"cuda", "nvme", "checksum"},

@@ -5,12 +5,12 @@ import (
 	"context"
 	"encoding/json"
 	"maps"
-	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"tuttifs/nvme/treetest"
 )
 
 // machine is what a kernel shows: files by path, links by path and target ("-> ..."), directories by path and "/".
@@ -61,20 +61,7 @@ func limitsOf(locked string) string {
 // build makes the tree and returns its roots.
 func (m machine) build(t *testing.T) hardwareRoots {
 	t.Helper()
-	root := t.TempDir()
-	for path, content := range m {
-		path = filepath.Join(root, path)
-		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
-		target, link := strings.CutPrefix(content, "-> ")
-		switch {
-		case link:
-			require.NoError(t, os.Symlink(filepath.Join(root, target), path))
-		case content == "/":
-			require.NoError(t, os.MkdirAll(path, 0o755))
-		default:
-			require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
-		}
-	}
+	root := treetest.Make(t, m)
 	return hardwareRoots{sys: root + "/sys", proc: root + "/proc", dev: root + "/dev"}
 }
 

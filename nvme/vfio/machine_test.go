@@ -10,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/drive"
+	"tuttifs/nvme/treetest"
 )
 
 // tree is a fake of what a kernel shows: files by path, links ("-> TARGET"), directories ("/").
@@ -67,20 +68,7 @@ func someDrives() tree {
 
 func (tr tree) machine(t *testing.T) (*Machine, string) {
 	t.Helper()
-	root := t.TempDir()
-	for path, content := range tr {
-		path = filepath.Join(root, path)
-		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o755))
-		target, link := strings.CutPrefix(content, "-> ")
-		switch {
-		case link:
-			require.NoError(t, os.Symlink(filepath.Join(root, target), path))
-		case content == "/":
-			require.NoError(t, os.MkdirAll(path, 0o755))
-		default:
-			require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
-		}
-	}
+	root := treetest.Make(t, tr)
 	return NewMachine(filepath.Join(root, "sys"), filepath.Join(root, "dev"), filepath.Join(root, "proc")), root
 }
 
