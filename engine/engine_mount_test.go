@@ -514,6 +514,18 @@ func TestMountDaemonDies(t *testing.T) {
 	}()
 	time.Sleep(50 * time.Millisecond)
 	v.kill()
+	endsWithDaemon(t, done)
+	_, err = u.pool.Peek(0, keys)
+	require.Error(t, err)
+	_ = u.session.Close() // the mount is gone; what matters is that it ends
+	v.start()
+	again := newUser(t, v, mountOptions, nil)
+	again.restore(1, 0, keys, true)
+}
+
+// endsWithDaemon waits for the error of an engine whose daemon was killed.
+func endsWithDaemon(t *testing.T, done <-chan error) {
+	t.Helper()
 	select {
 	case err := <-done:
 		require.ErrorIs(t, err, gio.ErrDead)
@@ -521,10 +533,4 @@ func TestMountDaemonDies(t *testing.T) {
 	case <-time.After(15 * time.Second):
 		t.Fatal("a wait outlived the daemon")
 	}
-	_, err = u.pool.Peek(0, keys)
-	require.Error(t, err)
-	_ = u.session.Close() // the mount is gone; what matters is that it ends
-	v.start()
-	again := newUser(t, v, mountOptions, nil)
-	again.restore(1, 0, keys, true)
 }
