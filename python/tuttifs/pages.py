@@ -15,8 +15,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 from .errors import AgainError, Error, IdentityError, InvalidError, NoSpaceError, PendingError, QuotaError
 from .layout import Object, extent
 from .leases import Pinned, Status
-from .store import Memory, Pool, Store, contiguous_bytes
-from .vllm.attachment import GONE, Attachment, quietly
+from .store import Memory, Pool, contiguous_bytes
+from .vllm.attachment import GONE, Attachment, Mounted
 from .vllm.files import pieces
 
 log = logging.getLogger("tuttifs")
@@ -96,19 +96,14 @@ class Region:
         self.array, self.address, self.bytes = array, e.address, contiguous_bytes(e)
 
 
-class End:
+class End(Mounted):
     """A session, with the pools and the memory that were asked for."""
 
     def __init__(self, options: PageOptions) -> None:
-        self.mount = Store(options.path)
         self._lock = threading.Lock()
         self._pools: Dict[str, Pool] = {}
         self._memory: Dict[int, Memory] = {}
-        try:
-            self.session = self.mount.session(lanes=options.lanes, depth=options.depth)
-        except BaseException:
-            quietly(self.mount.close)
-            raise
+        super().__init__(options.path, lambda mount: mount.session(lanes=options.lanes, depth=options.depth))
 
     def pool(self, name: str, opened: Callable[[], Pool]) -> Pool:
         with self._lock:
@@ -121,10 +116,6 @@ class End:
             if id(region) not in self._memory:
                 self._memory[id(region)] = self.session.register_flat(region.array)
             return self._memory[id(region)]
-
-    def close(self) -> None:
-        quietly(self.session.close)
-        quietly(self.mount.close)
 
 
 def attach(options: PageOptions) -> "Attachment[End]":

@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Callable, Generic, Optional, Protocol, TypeVar
 
+from .. import Session, Store
 from ..errors import ClosedError, Error, NotMountedError, StaleError
 
 log = logging.getLogger("tuttifs.vllm")
@@ -84,3 +85,24 @@ def quietly(f: Callable[[], None]) -> None:
         f()
     except Error as e:
         log.debug("tuttifs: %s", e)
+
+
+class Mounted:
+    """A mount with a session: `opened` makes it, `fill` what there is to be in it. Where either fails all is closed."""
+
+    session: Session
+
+    def __init__(self, path: str, opened: Callable[[Store], Session],
+                 fill: Callable[[Session], None] = lambda session: None) -> None:
+        self.mount = Store(path)
+        try:
+            self.session = opened(self.mount)
+            fill(self.session)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if hasattr(self, "session"):
+            quietly(self.session.close)
+        quietly(self.mount.close)

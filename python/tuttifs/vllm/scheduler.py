@@ -12,11 +12,11 @@ import secrets
 import time
 from typing import Any, Callable, Deque, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
-from .. import Pool, Session, Store as Mount
+from .. import Pool, Session
 from ..errors import Error, InvalidError
 from ..layout import Object
 from ..leases import Pinned
-from .attachment import GONE, Attachment, quietly
+from .attachment import GONE, Attachment, Mounted, quietly
 from .files import (NULL_BLOCK, Chain, Group, blocks_of, complete, hit, keep_local, media_of, needed)
 from .messages import Attached, Load, LoadPart, PoolSpec, Report, Step, Store, StorePart
 from .metrics import Counts
@@ -30,24 +30,17 @@ PEEK_SECONDS = 0.2  # that an answer about a waiting request is good for
 ANNOUNCED_MAX = 1 << 16  # files whose eviction can be reported
 
 
-class End:
+class End(Mounted):
     """A session, and the pools that are opened in it."""
 
-    def __init__(self, options: Options, specs: Sequence[PoolSpec]) -> None:
-        self.mount = Mount(options.path)
-        self.session: Optional[Session] = None
-        try:
-            self.session = self.mount.session(**SESSION)
-            self.pools = [open_pool(self.session, s, options) for s in specs]
-            self.token = self.session.token
-        except BaseException:
-            self.close()
-            raise
+    pools: List[Pool]
+    token: bytes
 
-    def close(self) -> None:
-        if self.session is not None:
-            quietly(self.session.close)
-        quietly(self.mount.close)
+    def __init__(self, options: Options, specs: Sequence[PoolSpec]) -> None:
+        def fill(session: Session) -> None:
+            self.pools = [open_pool(session, s, options) for s in specs]
+            self.token = session.token
+        super().__init__(options.path, lambda mount: mount.session(**SESSION), fill)
 
 
 def open_pool(session: Session, spec: PoolSpec, options: Options) -> Pool:

@@ -22,10 +22,10 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent, Reque
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from .. import Pool, Session, Store as Mount
+from .. import Memory, Pool, Session
 from ..errors import AgainError, Error, IdentityError, NoSpaceError, QuotaError
 from ..layout import Object
-from .attachment import GONE, Attachment, quietly
+from .attachment import GONE, Attachment, Mounted
 from .files import pieces
 from .identity import digest, pool_name
 
@@ -53,24 +53,17 @@ def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, q
             "group": f"chunks of all ranks, {digest([groups, p.world_size])}"}
 
 
-class End:
+class End(Mounted):
     """A session with the primary tier's memory registered."""
 
-    def __init__(self, path: str, fields: Dict[str, Any], sizes: Sequence[int], view: memoryview) -> None:
-        self.mount = Mount(path)
-        self.session: Optional[Session] = None
-        try:
-            self.session = self.mount.session()
-            self.pool: Pool = self.session.pool(pool_name(fields), fields, [Object(0, 0, (n,)) for n in sizes])
-            self.memory = self.session.register_flat(view)
-        except BaseException:
-            self.close()
-            raise
+    pool: Pool
+    memory: Memory
 
-    def close(self) -> None:
-        if self.session is not None:
-            quietly(self.session.close)
-        quietly(self.mount.close)
+    def __init__(self, path: str, fields: Dict[str, Any], sizes: Sequence[int], view: memoryview) -> None:
+        def fill(session: Session) -> None:
+            self.pool = session.pool(pool_name(fields), fields, [Object(0, 0, (n,)) for n in sizes])
+            self.memory = session.register_flat(view)
+        super().__init__(path, lambda mount: mount.session(), fill)
 
 
 class Lookups(AsyncLookupManager):

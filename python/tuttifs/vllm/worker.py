@@ -18,11 +18,11 @@ from typing import Any, Deque, Dict, Iterator, List, Mapping, NamedTuple, Option
 
 import torch
 
-from .. import Pool, Session, Store as Mount
+from .. import Memory, Pool, Session, Store as Mount
 from ..errors import AgainError, Error, InvalidError, NoSpaceError, QuotaError
 from ..layers import Layers, Transfer
 from ..leases import Leases, Pinned, Reservation, Status
-from .attachment import GONE, quietly
+from .attachment import GONE, Mounted, quietly
 from .files import NULL_BLOCK, Group, pieces
 from .messages import Attached, Load, LoadPart, Report, Step, Store, StorePart
 from .metrics import Counts
@@ -134,38 +134,43 @@ def check_staging(options: Options, groups: Sequence[Group], file_tokens: int) -
         raise InvalidError(f"staging_bytes is {options.staging_bytes}: a file takes {slot} bytes, twice that is needed")
 
 
-class End:
+class End(Mounted):
     """This rank's membership in the scheduler's session, with the staging memory that comes with it."""
+
+    memory: Memory
+    pools: List[Pool]
+    loads: Slots
+    stores: Slots
+    text: str
 
     def __init__(self, options: Options, attached: Attached, device: Any) -> None:
         self.token = attached.token
         self.shapes = [Shape.of(s.group, attached.file_tokens) for s in attached.pools]
         slot, half = max(s.slot_bytes for s in self.shapes), options.staging_bytes // 2
-        self.mount = Mount(options.path)
-        self.session: Optional[Session] = None
-        try:
-            if device.type == "cpu":
-                self.session = self.mount.join(attached.token, lanes=options.lanes, depth=options.depth,
-                                               dma_bytes=2 * half + BOUNCE + RING, bounce_bytes=BOUNCE)
-                whole = torch.frombuffer(self.session.dma(), dtype=torch.uint8)[:2 * half]
+        cpu = device.type == "cpu"
+
+        def join(mount: Mount) -> Session:
+            if cpu:
+                return mount.join(attached.token, lanes=options.lanes, depth=options.depth,
+                                  dma_bytes=2 * half + BOUNCE + RING, bounce_bytes=BOUNCE)
+            return mount.join(attached.token, device, lanes=options.lanes, depth=options.depth)
+
+        def fill(session: Session) -> None:
+            if cpu:
+                whole = torch.frombuffer(session.dma(), dtype=torch.uint8)[:2 * half]
             else:
-                self.session = self.mount.join(attached.token, device, lanes=options.lanes, depth=options.depth)
                 whole = torch.empty(2 * half, dtype=torch.uint8, device=device)
-            self.memory = self.session.register_flat(whole, padded=device.type == "cpu")
-            self.pools = [open_pool(self.session, s, options) for s in attached.pools]
+            self.memory = session.register_flat(whole, padded=cpu)
+            self.pools = [open_pool(session, s, options) for s in attached.pools]
             self.loads, self.stores = Slots(whole[:half], 0, slot), Slots(whole[half:], half, slot)
-            self.text = self.session.describe()
-        except BaseException:
-            self.close()
-            raise
+            self.text = session.describe()
+        super().__init__(options.path, join, fill)
 
     def close(self) -> None:
         for slots in (getattr(self, "loads", None), getattr(self, "stores", None)):
             if slots is not None:
                 slots.end()
-        if self.session is not None:
-            quietly(self.session.close)
-        quietly(self.mount.close)
+        super().close()
 
 
 class Progress:
