@@ -44,6 +44,9 @@ type Pool struct {
 
 // OpenPool opens or creates, waits for it to be durable, and fetches layout and rows.
 func (s *Session) OpenPool(spec PoolSpec) (*Pool, error) {
+	if err := s.checkModel(&spec); err != nil {
+		return nil, fmt.Errorf("engine: pool %q: %w", spec.Name, err)
+	}
 	p, err := s.control.openPool(spec)
 	if err != nil {
 		return nil, fmt.Errorf("engine: pool %q: %w", spec.Name, err)

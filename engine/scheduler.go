@@ -1,6 +1,7 @@
 package engine
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"time"
@@ -9,19 +10,26 @@ import (
 	"tuttifs/gio"
 	"tuttifs/ioctl"
 	"tuttifs/slack"
+	"tuttifs/stripe"
 )
 
 // SchedulerOptions of a session. What a user of the session never tells of compute is taken for idleness: reads then go
 // at once, and deferred writes whenever there are none.
 type SchedulerOptions struct {
-	// Table is the file of a slack table, as "tuttifs profile model" makes it. Empty: windows and rates are learned.
+	// Table is the file of a slack table, as "tuttifs profile model" makes it. Empty: windows and rates are learned. One
+	// of another machine, or of a model with another cache than a pool of the session, is refused: slack.ErrFingerprint.
 	Table string
+	// AnyTable takes it all the same. Session.Describe says what differs.
+	AnyTable bool
 	// Switches for ablation, as in gio.SchedulerConfig.
 	Off, NoBudget, ReadsNotFirst bool
 }
 
 // open reads the table and makes the scheduler.
 func (o *SchedulerOptions) open() (*gio.Scheduler, error) {
+	if o.AnyTable && o.Table == "" {
+		return nil, fmt.Errorf("%w: any slack table is allowed, but none is given", ErrInvalid)
+	}
 	c := gio.SchedulerConfig{Off: o.Off, NoBudget: o.NoBudget, ReadsNotFirst: o.ReadsNotFirst}
 	if o.Table != "" {
 		b, err := slack.ReadFile(o.Table)
@@ -33,6 +41,76 @@ func (o *SchedulerOptions) open() (*gio.Scheduler, error) {
 		}
 	}
 	return gio.NewScheduler(c)
+}
+
+// checkMachine compares the table's machine with this one, and the GPU with the session's, if it has one.
+func (s *Session) checkMachine(o *SchedulerOptions) error {
+	t := s.paces.Table()
+	if t == nil {
+		return nil
+	}
+	var here slack.Machine
+	if s.gpu.context != nil {
+		device := s.gpu.context.Device()
+		here = slack.Here("/", device.PCIBusID())
+		here.GPU = device.Name()
+	} else {
+		here = slack.Here("/", "")
+		here.FillWords() // a GPU that is not there is not the table's
+	}
+	err := t.Fingerprint.CheckMachine(&here, int(s.attach.Reply.Drives))
+	switch {
+	case err == nil:
+		return nil
+	case o.AnyTable:
+		s.about += "; " + err.Error() + ", which was asked for"
+		return nil
+	}
+	return fmt.Errorf("%w: slack table %s: %w, or give none, or allow any (AnyTable, TUTTIFS_ANY_SLACK_TABLE)", ErrInvalid,
+		o.Table, err)
+}
+
+// checkModel compares the table's model with what a pool tells of its own.
+func (s *Session) checkModel(spec *PoolSpec) error {
+	t := s.paces.Table()
+	if t == nil || s.anyTable {
+		return nil
+	}
+	var identity struct {
+		TP int `json:"tp"`
+		PP int `json:"pp"`
+	}
+	if err := json.Unmarshal(spec.Identity, &identity); err != nil {
+		return fmt.Errorf("%w: the pool's identity: %w", ErrInvalid, err)
+	}
+	layers, bytes := layersOf(&spec.Geometry)
+	cache := slack.Cache{TensorParallel: identity.TP, BlockTokens: int(spec.TokensPerFile),
+		BytesPerToken: bytes / int64(max(spec.TokensPerFile, 1))}
+	if spec.Family == "" && identity.PP <= 1 {
+		cache.Layers = layers
+	}
+	if err := t.CheckCache(&cache); err != nil {
+		return fmt.Errorf("%w: slack table: %w, or make the session without a table, or allow any "+
+			"(AnyTable, TUTTIFS_ANY_SLACK_TABLE)", ErrInvalid, err)
+	}
+	return nil
+}
+
+// layersOf counts the layers of rank 0, and has the bytes of each; 0 where they differ.
+func layersOf(g *stripe.Geometry) (layers int, each int64) {
+	bytes := map[uint16]int64{}
+	for i := range g.Objects {
+		if o := &g.Objects[i]; o.Rank == 0 && !o.IsTrailer() {
+			bytes[o.Layer] += int64(o.Bytes())
+		}
+	}
+	for _, n := range bytes {
+		if each != 0 && n != each {
+			return len(bytes), 0
+		}
+		each = n
+	}
+	return len(bytes), each
 }
 
 // about is the part of Describe about it.

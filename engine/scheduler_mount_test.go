@@ -16,8 +16,8 @@ import (
 	"tuttifs/slack"
 )
 
-// slackTable is the file of a table.
-func slackTable(t *testing.T) string {
+// slackTable is the file of a table, for the pool of mountSpec on another machine, as it is after a change.
+func slackTable(t *testing.T, change func(*slack.Table)) string {
 	t.Helper()
 	way := slack.Direction{RingBytesPerSecond: 1e9, LatencyUS: 200}
 	table := slack.Table{
@@ -32,6 +32,7 @@ func slackTable(t *testing.T) string {
 	}
 	_, err := table.SetWindows([]slack.LayerTime{{Input: 1, Window: 2 * time.Millisecond}})
 	require.NoError(t, err)
+	change(&table)
 	path := filepath.Join(t.TempDir(), "table.json")
 	require.NoError(t, slack.Save(path, &table))
 	return path
@@ -54,13 +55,14 @@ func TestMountScheduler(t *testing.T) {
 	v := newVolume(t)
 	o := mountOptions
 	o.StoreBytes, o.DMABytes = StoreLeast, 16<<20+StoreLeast
-	o.Scheduler.Table = slackTable(t)
+	o.Scheduler = SchedulerOptions{Table: slackTable(t, func(*slack.Table) {}), AnyTable: true}
 	withGPU := o
 	withGPU.GPU = gpuMountOptions(startFake(t), "0").GPU
 	for name, o := range map[string]SessionOptions{"CPU": o, "GPU": withGPU} {
 		t.Run(name, func(t *testing.T) {
 			u := newUser(t, v, o, nil)
 			require.Contains(t, u.session.Describe(), "scheduler with a table of tiny on a GPU, estimated")
+			require.Contains(t, u.session.Describe(), `GPU "a GPU", not`)
 			s := u.session.Scheduler()
 			keys, items := chain(uint64(len(name))+uint64(name[0]), 4)
 			require.NoError(t, s.DecodeStep(64))
@@ -114,4 +116,61 @@ func TestMountScheduler(t *testing.T) {
 	_, err := u.mount.NewSession(o)
 	require.ErrorIs(t, err, ErrInvalid)
 	require.ErrorIs(t, err, slack.ErrTable)
+}
+
+// TestMountForeignTable: a table of another machine is refused when a session is made, and one of a model with another
+// cache when a pool is opened; the errors say what differs and what to do.
+func TestMountForeignTable(t *testing.T) {
+	v := newVolume(t)
+	withGPU := gpuMountOptions(startFake(t), "0")
+	context, err := withGPU.GPU.openContext()
+	require.NoError(t, err)
+	name := context.Device().Name()
+	require.NoError(t, context.Close())
+	for _, o := range []SessionOptions{mountOptions, withGPU} {
+		here := slack.Here("/", "")
+		if o.GPU != nil {
+			here.GPU = name
+		}
+		here.FillWords()
+		open := func(any bool, change func(*slack.Table)) (*Session, error) {
+			m, err := Open(v.mount())
+			require.NoError(t, err)
+			t.Cleanup(func() { require.NoError(t, m.Close()) })
+			o := o
+			o.Scheduler = SchedulerOptions{AnyTable: any, Table: slackTable(t, func(x *slack.Table) {
+				x.Fingerprint.Machine = here
+				x.IO.BytesPerToken = 1 // no pool's
+				change(x)
+			})}
+			s, err := m.NewSession(o)
+			if err == nil {
+				t.Cleanup(func() { require.NoError(t, s.Close()) })
+			}
+			return s, err
+		}
+		refused := func(err error, says string) {
+			require.ErrorIs(t, err, ErrInvalid)
+			require.ErrorIs(t, err, slack.ErrFingerprint)
+			require.ErrorContains(t, err, says)
+			require.ErrorContains(t, err, "profile this one")
+		}
+		_, err := open(false, func(x *slack.Table) { x.Fingerprint.Machine.GPU = "another GPU" })
+		refused(err, `GPU "another GPU", not`)
+		_, err = open(false, func(x *slack.Table) { x.Fingerprint.Machine.Drives = []string{"a", "b", "c", "d", "e"} })
+		refused(err, "drives 5, not")
+		s, err := open(false, func(*slack.Table) {})
+		require.NoError(t, err)
+		_, err = s.OpenPool(mountSpec())
+		refused(err, "bytes of a token in a layer 1, not")
+		s, err = open(true, func(x *slack.Table) { x.Fingerprint.Machine.CPU = "another CPU" })
+		require.NoError(t, err)
+		require.Contains(t, s.Describe(), `CPU "another CPU", not`)
+		_, err = s.OpenPool(mountSpec())
+		require.NoError(t, err)
+		s, err = open(false, func(x *slack.Table) { x.Fingerprint.Model.TensorParallel, x.IO.BytesPerToken = 2, 1680 })
+		require.NoError(t, err)
+		_, err = s.OpenPool(mountSpec())
+		require.NoError(t, err, "the pool's own model")
+	}
 }

@@ -203,9 +203,11 @@ type Session struct {
 	paces  *gio.Scheduler // the ring
 	gpu    gpuSide        // zero on the CPU
 	about  string         // what Describe says
-	token  [ioctl.TokenBytes]byte
-	id     uint32
-	queues [][]gio.Queue
+	// anyTable says that the scheduler's table may be of another model than a pool's.
+	anyTable bool
+	token    [ioctl.TokenBytes]byte
+	id       uint32
+	queues   [][]gio.Queue
 
 	stop    chan struct{}
 	stopped chan struct{}
@@ -234,7 +236,8 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 	if err != nil {
 		return nil, err
 	}
-	s := &Session{paces: scheduler, stop: make(chan struct{}), stopped: make(chan struct{})}
+	s := &Session{paces: scheduler, anyTable: o.Scheduler.AnyTable, stop: make(chan struct{}),
+		stopped: make(chan struct{})}
 	if o.GPU != nil {
 		if err := s.gpu.open(o.GPU); err != nil {
 			return nil, err
@@ -267,12 +270,15 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 	if err == nil {
 		err = s.build(o)
 	}
+	if err == nil {
+		s.about += "; " + o.Scheduler.about(s.paces)
+		err = s.checkMachine(&o.Scheduler)
+	}
 	if err != nil {
 		close(s.stopped)
 		_ = s.Close()
 		return nil, fmt.Errorf("engine: session on %s: %w", m.path, explain(err))
 	}
-	s.about += "; " + o.Scheduler.about(s.paces)
 	s.publish()
 	go s.watch()
 	return s, nil

@@ -104,6 +104,7 @@ int tuttifs_close(tuttifs_mount_t mount);
 #define TUTTIFS_NO_SCHEDULER 16u    /* reads and deferred writes go whenever they like, and are counted */
 #define TUTTIFS_NO_BUDGET 32u       /* as much of either is in flight as there is */
 #define TUTTIFS_READS_NOT_FIRST 64u /* deferred writes do not wait for reads */
+#define TUTTIFS_ANY_SLACK_TABLE 128u /* with slack_table: also one of another machine, or of a model with another cache */
 
 /* Zero fields take defaults: those of the CPU executor / of the GPU. */
 struct tuttifs_session_options {
@@ -120,7 +121,8 @@ struct tuttifs_session_options {
 	uint32_t chunk_commands; /* most commands of a chunk, 0: the executor's choice */
 	uint32_t deadline_ms;    /* of every wait: 30,000 */
 	uint64_t store_bytes;    /* of dma_bytes, 16 MiB or more: the store buffer. 0: none */
-	const char *slack_table; /* a file of "tuttifs profile model". NULL: the scheduler learns all it needs */
+	const char *slack_table; /* a file of "tuttifs profile model", of this machine and model: others are
+	                            TUTTIFS_EINVAL, here or when a pool is opened. NULL: the scheduler learns */
 	uint64_t reserved[2];
 };
 

@@ -71,7 +71,7 @@ func goClose(mount C.uintptr_t, text *C.char) C.int {
 
 // sessionFlags are those that there are.
 const sessionFlags = C.TUTTIFS_GPU | C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING | C.TUTTIFS_STORE_REFUSE |
-	C.TUTTIFS_NO_SCHEDULER | C.TUTTIFS_NO_BUDGET | C.TUTTIFS_READS_NOT_FIRST
+	C.TUTTIFS_NO_SCHEDULER | C.TUTTIFS_NO_BUDGET | C.TUTTIFS_READS_NOT_FIRST | C.TUTTIFS_ANY_SLACK_TABLE
 
 // gpuFlags are those that mean something with a GPU only.
 const gpuFlags = C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING
@@ -107,7 +107,8 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 		Deadline: time.Duration(o.deadline_ms) * time.Millisecond, StoreBytes: int(o.store_bytes),
 	}
 	e.Scheduler = engine.SchedulerOptions{Off: o.flags&C.TUTTIFS_NO_SCHEDULER != 0,
-		NoBudget: o.flags&C.TUTTIFS_NO_BUDGET != 0, ReadsNotFirst: o.flags&C.TUTTIFS_READS_NOT_FIRST != 0}
+		NoBudget: o.flags&C.TUTTIFS_NO_BUDGET != 0, ReadsNotFirst: o.flags&C.TUTTIFS_READS_NOT_FIRST != 0,
+		AnyTable: o.flags&C.TUTTIFS_ANY_SLACK_TABLE != 0}
 	if o.slack_table != nil {
 		e.Scheduler.Table = C.GoString(o.slack_table)
 	}

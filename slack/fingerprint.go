@@ -62,7 +62,6 @@ func (f *Fingerprint) Key() string {
 
 // check returns an error that names all that differs.
 func (f *Fingerprint) check(want *Fingerprint) error {
-	var differ []string
 	pairs := append(f.Model.Shape.pairs(&want.Model.Shape), []pair{
 		{"model", f.Model.Name, want.Model.Name}, {"layers", f.Model.Layers, want.Model.Layers},
 		{"tensor-parallel degree", f.Model.TensorParallel, want.Model.TensorParallel},
@@ -71,21 +70,70 @@ func (f *Fingerprint) check(want *Fingerprint) error {
 		{"PCIe link", f.Machine.PCIe, want.Machine.PCIe}, {"CPU", f.Machine.CPU, want.Machine.CPU},
 		{"drive profiles", strings.Join(f.Machine.Drives, ","), strings.Join(want.Machine.Drives, ",")},
 	}...)
-	for _, p := range pairs {
-		if p.has != p.want {
-			differ = append(differ, fmt.Sprintf("%s %#v, not %#v", p.what, p.has, p.want))
+	return differ(pairs)
+}
+
+// CheckMachine refuses, by ErrFingerprint, a table of another machine than this one, which has so many drives. What
+// this one does not tell ("") is not compared, nor are drives where the table has no profiles.
+func (f *Fingerprint) CheckMachine(here *Machine, drives int) error {
+	var pairs []pair
+	for _, p := range []struct{ what, has, want string }{
+		{"GPU", f.Machine.GPU, here.GPU}, {"driver", f.Machine.Driver, here.Driver},
+		{"PCIe link", f.Machine.PCIe, here.PCIe}, {"CPU", f.Machine.CPU, here.CPU},
+	} {
+		if p.want != "" {
+			pairs = append(pairs, pair{p.what, p.has, p.want})
 		}
 	}
-	if differ == nil {
-		return nil
+	if n := len(f.Machine.Drives); n > 0 {
+		pairs = append(pairs, pair{"drives", n, drives})
 	}
-	return fmt.Errorf("%w: %s; profile this one", ErrFingerprint, strings.Join(differ, "; "))
+	return differ(pairs)
+}
+
+// Cache is what a cache's shape tells of its model.
+type Cache struct {
+	TensorParallel int   // 0: not known
+	BlockTokens    int   // of one GPU file
+	Layers         int   // of one rank; 0: not all that the model has
+	BytesPerToken  int64 // of one layer and rank; 0: layers differ
+}
+
+// CheckCache refuses, by ErrFingerprint, a table of a model that has another cache. Two models whose caches are alike
+// are not told apart.
+func (t *Table) CheckCache(c *Cache) error {
+	m := &t.Fingerprint.Model
+	pairs := []pair{{"block tokens", m.BlockTokens, c.BlockTokens}}
+	if c.TensorParallel > 0 {
+		pairs = append(pairs, pair{"tensor-parallel degree", m.TensorParallel, c.TensorParallel})
+	}
+	if c.Layers > 0 {
+		pairs = append(pairs, pair{"layers", m.Layers, c.Layers})
+	}
+	if c.BytesPerToken > 0 {
+		pairs = append(pairs, pair{"bytes of a token in a layer", t.IO.BytesPerToken, c.BytesPerToken})
+	}
+	return differ(pairs)
 }
 
 // pair is one thing that two fingerprints have in common or not.
 type pair struct {
 	what      string
 	has, want any
+}
+
+// differ is the error that names all that is not in common, nil if there is nothing.
+func differ(pairs []pair) error {
+	var texts []string
+	for _, p := range pairs {
+		if p.has != p.want {
+			texts = append(texts, fmt.Sprintf("%s %#v, not %#v", p.what, p.has, p.want))
+		}
+	}
+	if texts == nil {
+		return nil
+	}
+	return fmt.Errorf("%w: %s; profile this one", ErrFingerprint, strings.Join(texts, "; "))
 }
 
 func (s *Shape) pairs(want *Shape) []pair {

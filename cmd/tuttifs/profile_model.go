@@ -240,10 +240,11 @@ func (o *profileModelOptions) describe(t *slack.Table, times *slack.Times) (stri
 		if err := times.CheckShape(&f.Model.Shape); err != nil {
 			return model, kv, nil, fmt.Errorf("%s: %w", o.layerTimes, err)
 		}
-		fillMachine(&f.Machine, &slack.Machine{GPU: times.GPU, Driver: times.Driver})
+		f.Machine.Fill(&slack.Machine{GPU: times.GPU, Driver: times.Driver})
 	}
-	here := describeMachine("/")
-	fillMachine(&f.Machine, &here)
+	here := slack.Here("/", "")
+	f.Machine.Fill(&here)
+	f.Machine.FillWords()
 	var profiles []*drivemodel.Profile
 	for _, name := range o.drives {
 		p, err := loadProfile(name)

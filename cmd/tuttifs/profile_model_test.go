@@ -177,25 +177,3 @@ func TestFactsOfEveryModel(t *testing.T) {
 		}
 	}
 }
-
-func TestDescribeMachine(t *testing.T) {
-	root := t.TempDir()
-	empty := slack.Machine{GPU: noGPU, Driver: noGPU, PCIe: noGPU, CPU: unknownCPU}
-	require.Equal(t, empty, describeMachine(root))
-	gpu, pci := "proc/driver/nvidia/gpus/0000:0f:00.0/information", "sys/bus/pci/devices/0000:0f:00.0/"
-	for path, text := range map[string]string{
-		"proc/cpuinfo":              "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\n",
-		"sys/module/nvidia/version": "580.159.04\n",
-		gpu:                         "Model: \t\t NVIDIA H200\nIRQ:   \t\t 5\n",
-		pci + "max_link_speed":      "32.0 GT/s PCIe\n",
-		pci + "max_link_width":      "16\n",
-	} {
-		path = filepath.Join(root, path)
-		require.NoError(t, os.MkdirAll(filepath.Dir(path), 0o700))
-		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
-	}
-	want := slack.Machine{GPU: "NVIDIA H200", Driver: "580.159.04", PCIe: "32.0 GT/s x16", CPU: "Some CPU @ 2 GHz"}
-	require.Equal(t, want, describeMachine(root))
-	require.NoError(t, os.WriteFile(filepath.Join(root, "proc/cpuinfo"), []byte("CPU part\t: 0xd4f\n"), 0o600))
-	require.Equal(t, "0xd4f", describeMachine(root).CPU)
-}

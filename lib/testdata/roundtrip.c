@@ -431,7 +431,9 @@ static void options(tuttifs_mount_t mount)
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
 	o.slack_table = "/proc/version"; /* a file, and no table */
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
-	o.slack_table = NULL;
+	o.slack_table = NULL, o.flags = TUTTIFS_ANY_SLACK_TABLE; /* of none */
+	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	o.flags = 0;
 	REFUSED(TUTTIFS_ESTALE, tuttifs_session_join(mount, token, NULL, &none));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_join(mount, NULL, NULL, &none));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, NULL, NULL));

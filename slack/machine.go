@@ -1,4 +1,4 @@
-package main
+package slack
 
 import (
 	"bufio"
@@ -6,8 +6,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-
-	"tuttifs/slack"
 )
 
 // Words for what a machine does not tell.
@@ -16,10 +14,9 @@ const (
 	unknownCPU = "unknown"
 )
 
-// describeMachine says which GPU, link and CPU are there, by what the kernel under root shows; of several GPUs, the
-// first.
-func describeMachine(root string) slack.Machine {
-	m := slack.Machine{GPU: noGPU, Driver: noGPU, PCIe: noGPU, CPU: unknownCPU}
+// Here says which GPU, link and CPU this machine has, by what the kernel shows under root: of several GPUs the one at
+// a PCI address, or the first where that is "". What it does not tell is left empty.
+func Here(root, address string) Machine {
 	line := func(path, field string) string {
 		b, err := os.ReadFile(filepath.Join(root, path))
 		if err != nil {
@@ -40,29 +37,32 @@ func describeMachine(root string) slack.Machine {
 		}
 		return strings.ToValidUTF8(strings.TrimSpace(string(b)), "?")
 	}
-	here := slack.Machine{Driver: word("sys/module/nvidia/version")}
+	m := Machine{Driver: word("sys/module/nvidia/version")}
 	for _, field := range []string{"model name", "CPU part"} { // the latter on arm64, which has no name
-		if here.CPU == "" {
-			here.CPU = line("proc/cpuinfo", field)
+		if m.CPU == "" {
+			m.CPU = line("proc/cpuinfo", field)
 		}
 	}
-	gpus, err := filepath.Glob(filepath.Join(root, "proc/driver/nvidia/gpus/*"))
-	if err == nil && len(gpus) > 0 {
-		address := filepath.Base(gpus[0])
-		here.GPU = line("proc/driver/nvidia/gpus/"+address+"/information", "Model")
+	address = strings.ToLower(address)
+	if address == "" {
+		if gpus, err := filepath.Glob(filepath.Join(root, "proc/driver/nvidia/gpus/*")); err == nil && len(gpus) > 0 {
+			address = filepath.Base(gpus[0])
+		}
+	}
+	if address != "" {
+		m.GPU = line("proc/driver/nvidia/gpus/"+address+"/information", "Model")
 		// The current speed falls when the GPU rests.
 		dir := "sys/bus/pci/devices/" + address
 		speed, width := word(dir+"/max_link_speed"), word(dir+"/max_link_width")
 		if speed != "" && width != "" {
-			here.PCIe = strings.TrimSuffix(speed, " PCIe") + " x" + width
+			m.PCIe = strings.TrimSuffix(speed, " PCIe") + " x" + width
 		}
 	}
-	fillMachine(&here, &m)
-	return here
+	return m
 }
 
-// fillMachine fills in what m lacks.
-func fillMachine(m, from *slack.Machine) {
+// Fill fills in what m lacks by what another says.
+func (m *Machine) Fill(from *Machine) {
 	for _, f := range []struct{ to, from *string }{
 		{&m.GPU, &from.GPU}, {&m.Driver, &from.Driver}, {&m.PCIe, &from.PCIe}, {&m.CPU, &from.CPU},
 	} {
@@ -70,4 +70,9 @@ func fillMachine(m, from *slack.Machine) {
 			*f.to = *f.from
 		}
 	}
+}
+
+// FillWords fills what is still missing with the words for that.
+func (m *Machine) FillWords() {
+	m.Fill(&Machine{GPU: noGPU, Driver: noGPU, PCIe: noGPU, CPU: unknownCPU})
 }
