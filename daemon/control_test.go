@@ -3,6 +3,7 @@ package daemon
 import (
 	"encoding/json"
 	"os"
+	"slices"
 	"testing"
 	"time"
 	"unsafe"
@@ -321,6 +322,49 @@ func TestLifeOfAFile(t *testing.T) {
 	require.Equal(t, pool, events.Events[0].Target)
 	require.Equal(t, uint64(n+1), events.Events[0].Committed)
 	require.NotZero(t, events.Events[0].MapGeneration)
+}
+
+// TestChanges: what is stored, evicted, unlinked and found damaged is told in order, to each reader by itself.
+func TestChanges(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{})
+	pool := c.pool(a, "p")
+	c.store(a, pool, 1, 1)
+	room := ioctl.Span{Offset: grantSpan.Offset, Bytes: 3 * uint64(unsafe.Sizeof(ioctl.Change{}))}
+	ask := func(since uint64) (ioctl.Changes, []ioctl.Change) {
+		r := ioctl.Changes{Target: pool, Changes: room, Since: since}
+		require.Zero(t, issue(c, ioctl.CmdChanges, &r, 0))
+		require.Zero(t, r.Lost)
+		return r, slices.Clone(ioctl.View[ioctl.Change](a.Arena, room)[:r.Count])
+	}
+	begin, told := ask(0)
+	require.Empty(t, told, "what was there before is looked up")
+	require.NotZero(t, begin.Next)
+	c.store(a, pool, 2, 3)
+	unlink := ioctl.Unlink{Target: pool, Keys: keys(a, 1)}
+	require.Zero(t, issue(c, ioctl.CmdUnlink, &unlink, 0))
+	evict := ioctl.Evict{Target: pool, Count: 1}
+	require.Zero(t, issue(c, ioctl.CmdEvict, &evict, ioctl.EvictCount))
+	c.wait(evict.Ticket)
+	slot, generation, ok := w.store.PoolByName("p").Find(ptr(key(1)))
+	require.True(t, ok, "the last of a chain goes first")
+	bad := ioctl.ReportBad{Target: pool, Slot: slot, Generation: generation}
+	require.Zero(t, issue(c, ioctl.CmdReportBad, &bad, 0))
+	c.wait(bad.Ticket)
+	want := []ioctl.Change{
+		{Key: key(1), Kind: ioctl.ChangeStored}, {Key: key(2), Kind: ioctl.ChangeStored},
+		{Key: key(0), Kind: ioctl.ChangeRemoved}, {Key: key(2), Kind: ioctl.ChangeRemoved},
+		{Key: key(1), Kind: ioctl.ChangeRemoved}}
+	for range 2 { // two readers
+		first, told := ask(begin.Next)
+		require.Equal(t, want[:3], told)
+		second, told := ask(first.Next)
+		require.Equal(t, want[3:], told)
+		third, told := ask(second.Next)
+		require.Empty(t, told)
+		require.Equal(t, second.Next, third.Next)
+	}
 }
 
 func ptr[T any](v T) *T { return &v }

@@ -107,6 +107,7 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 		say("pool", issue(c, ioctl.CmdPoolOpen, &r, 0))
 		say("stats", issue(c, ioctl.CmdStats, &ioctl.Stats{Target: pool}, 0))
 		say("events", issue(c, ioctl.CmdEvents, &ioctl.Events{}, 0))
+		say("changes", issue(c, ioctl.CmdChanges, &ioctl.Changes{Target: pool, Changes: ioctl.Span{Bytes: 40}}, 0))
 		tickets = append(tickets, commit.Ticket, r.Ticket, evict.Ticket, bad.Ticket)
 		for i, id := range tickets {
 			k := ioctl.Ticket{ID: id}
@@ -133,8 +134,8 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 		}
 	}
 	require.Equal(t, []string{"hello", "drives", "peek", "pin", "release", "reserve", "reserve", "abort", "commit",
-		"look", "extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "ticket", "ticket", "ticket",
-		"ticket"}, said)
+		"look", "extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "changes", "ticket", "ticket",
+		"ticket", "ticket"}, said)
 	thaw()
 	for _, id := range tickets {
 		require.Equal(t, uint32(ioctl.TicketDone), c.wait(id).State)

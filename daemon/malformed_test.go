@@ -43,6 +43,13 @@ func TestMalformedVerbs(t *testing.T) {
 			return issue(c, ioctl.CmdReserve, &r, 0)
 		}
 	}
+	changes := func(edit func(r *ioctl.Changes)) func() ioctl.Errno {
+		return func() ioctl.Errno {
+			r := ioctl.Changes{Target: p, Changes: ioctl.Span{Bytes: 40}}
+			edit(&r)
+			return issue(c, ioctl.CmdChanges, &r, 0)
+		}
+	}
 	open := func(edit func(r *ioctl.PoolOpen)) func() ioctl.Errno {
 		return func() ioctl.Errno {
 			r := poolRequest(t, a.Arena, "p", testIdentity("full"), testGeometry(t, 1))
@@ -132,6 +139,12 @@ func TestMalformedVerbs(t *testing.T) {
 		{"stats: no such pool", ioctl.ENOENT, func() ioctl.Errno {
 			return issue(c, ioctl.CmdStats, &ioctl.Stats{Target: gone}, 0)
 		}},
+		{"changes: a family", ioctl.EINVAL, changes(func(r *ioctl.Changes) { r.Target = family })},
+		{"changes: no such pool", ioctl.ENOENT, changes(func(r *ioctl.Changes) { r.Target = gone })},
+		{"changes: span outside", ioctl.EFAULT, changes(func(r *ioctl.Changes) { r.Changes.Offset = arena })},
+		{"changes: half a change", ioctl.EINVAL, changes(func(r *ioctl.Changes) { r.Changes.Bytes = 20 })},
+		{"changes: no room", ioctl.EINVAL, changes(func(r *ioctl.Changes) { r.Changes.Bytes = 0 })},
+		{"changes: never answered", ioctl.EINVAL, changes(func(r *ioctl.Changes) { r.Since = 1 << 40 })},
 		{"drives: first behind the last", ioctl.EINVAL, func() ioctl.Errno {
 			return issue(c, ioctl.CmdDrives, &ioctl.Drives{First: 99}, 0)
 		}},

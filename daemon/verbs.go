@@ -60,10 +60,11 @@ var errnos = []struct {
 
 // scratch holds one request's private copies of arena spans. It is recycled, so that large batches allocate nothing.
 type scratch struct {
-	keys   []gpufile.Key
-	items  []gpufile.ReserveItem
-	raw    []ioctl.ReserveItem
-	grants []gpufile.Grant
+	keys    []gpufile.Key
+	items   []gpufile.ReserveItem
+	raw     []ioctl.ReserveItem
+	grants  []gpufile.Grant
+	changes []gpufile.Change
 }
 
 // resize returns s with length n, grown where it must be.
@@ -821,6 +822,41 @@ func (k *call) Events(a *ioctl.Events) ioctl.Errno {
 			Committed: s.Committed, Evicted: s.Evicted, Doomed: s.Doomed, Bad: s.Bad}
 		a.Count++
 	}
+	return 0
+}
+
+// What the ABI promises of changes is what pools keep.
+var _ [ioctl.ChangesKept]struct{} = [gpufile.ChangesKept]struct{}{}
+
+func (k *call) Changes(a *ioctl.Changes) ioctl.Errno {
+	m, errno := k.attachedMember()
+	if errno != 0 {
+		return errno
+	}
+	defer m.use.RUnlock()
+	p, errno := k.pool(a.Target)
+	if errno != 0 {
+		return errno
+	}
+	b, room, errno := m.batch(a.Changes, unsafe.Sizeof(ioctl.Change{}))
+	if errno != 0 {
+		return errno
+	}
+	s := k.c.scratch.Get().(*scratch)
+	defer k.c.scratch.Put(s)
+	s.changes = resize(s.changes, room)
+	n, next, lost, err := p.Changes(a.Since, s.changes)
+	if err != nil {
+		return errnoOf(err)
+	}
+	out := unsafe.Slice((*ioctl.Change)(unsafe.Pointer(unsafe.SliceData(b))), room)
+	for i, c := range s.changes[:n] {
+		out[i] = ioctl.Change{Key: c.Key, Tenant: c.Tenant, Kind: ioctl.ChangeStored}
+		if c.Removed {
+			out[i].Kind = ioctl.ChangeRemoved
+		}
+	}
+	a.Next, a.Lost, a.Count = next, lost, uint32(n)
 	return 0
 }
 

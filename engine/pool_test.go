@@ -44,7 +44,8 @@ type fakeMount struct {
 	commits    []uint64
 	calls      int
 	bad        error
-	rowsAnswer func(a *ioctl.Rows) // instead of an honest one
+	rowsAnswer func(a *ioctl.Rows)    // instead of an honest one
+	changes    func(a *ioctl.Changes) // likewise
 }
 
 const fakeEntry = 100_000
@@ -204,6 +205,26 @@ func (f *fakeMount) Abort(a *ioctl.Abort) error {
 
 func (f *fakeMount) Stats(a *ioctl.Stats) error {
 	a.Files, a.BytesCapacity, a.FilesReserved = uint64(len(f.present)), f.capacity, uint64(f.held)
+	return f.bad
+}
+
+// Changes tells a made-up history of twenty changes, as many at a time as there is room for.
+func (f *fakeMount) Changes(a *ioctl.Changes) error {
+	if f.changes != nil {
+		f.changes(a)
+		return f.bad
+	}
+	if a.Next = max(1, a.Since); a.Since == 0 {
+		return f.bad
+	}
+	b := f.bytes(a.Changes)
+	for ; len(b) >= changeBytes && a.Next <= 20; b = b[changeBytes:] {
+		clear(b[:changeBytes])
+		b[0] = byte(a.Next)
+		binary.LittleEndian.PutUint32(b[ioctl.KeyBytes:], uint32(a.Next)*2)
+		b[ioctl.KeyBytes+4] = ioctl.ChangeStored + byte(a.Next%2)
+		a.Next, a.Count = a.Next+1, a.Count+1
+	}
 	return f.bad
 }
 

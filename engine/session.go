@@ -132,6 +132,7 @@ type verbs interface {
 	Abort(a *ioctl.Abort) error
 	ReportBad(a *ioctl.ReportBad) error
 	Stats(a *ioctl.Stats) error
+	Changes(a *ioctl.Changes) error
 }
 
 // control is the metadata side of a session.

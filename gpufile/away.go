@@ -111,6 +111,7 @@ func (p *Pool) show(slot uint32) {
 	*n = node{meta: n.meta | flagVisible, first: none, next: none, prev: none, older: none, newer: none}
 	p.index.insert(&r.Key, slot)
 	p.files++
+	p.changes.note(&r.Key, r.Tenant, false)
 	p.charge(r.Tenant, 1)
 	p.attach(slot, &r)
 }

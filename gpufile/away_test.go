@@ -58,6 +58,16 @@ func onDrive(t *testing.T, w *world, p *Pool, m *Member, index uint16) (with, wi
 	return with, without
 }
 
+func setOf(lists ...[]Key) map[Key]bool {
+	all := make(map[Key]bool)
+	for _, list := range lists {
+		for _, k := range list {
+			all[k] = true
+		}
+	}
+	return all
+}
+
 // A lost drive takes its files along, and only these; nothing of them is freed. They are back when the drive is.
 func TestLostDrive(t *testing.T) {
 	w := twoByTwo(t)
@@ -66,6 +76,7 @@ func TestLostDrive(t *testing.T) {
 	m := w.member()
 	with, without := onDrive(t, w, p, m, 0)
 	files := p.Stats().Files
+	told := follow(t, p, setOf(with, without))
 	_, err := m.Pin(g, 0, 77, with[:1], make([]Grant, 1))
 	require.NoError(t, err)
 	require.NoError(t, w.v.LoseDrive(0, errBroken))
@@ -80,6 +91,7 @@ func TestLostDrive(t *testing.T) {
 	}
 	require.EqualValues(t, files-uint64(len(with)), p.Stats().Files)
 	require.Zero(t, p.Stats().Evicted)
+	told.check(t, setOf(without))
 	// One of the lost is stored again, elsewhere.
 	again := with[len(with)-1:]
 	require.NoError(t, store(t, m, g, 0, chainItems(again)))
@@ -94,6 +106,7 @@ func TestLostDrive(t *testing.T) {
 		require.Equal(t, 1, peek(t, m, g, with[i:i+1]))
 	}
 	require.EqualValues(t, files, p.Stats().Files, "the older of the two went")
+	told.check(t, setOf(with, without))
 	require.NoError(t, w.done2(p))
 	checkPool(t, p)
 	w.reopen()

@@ -154,6 +154,7 @@ func (p *Pool) applyPlan() int {
 func (p *Pool) forget(slot uint32) {
 	r := p.m.Record(slot)
 	p.index.remove(&r.Key, slot)
+	p.changes.note(&r.Key, r.Tenant, true)
 	p.charge(r.Tenant, -1)
 	p.files--
 }

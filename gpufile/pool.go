@@ -45,6 +45,7 @@ type Pool struct {
 	toFree      []uint32
 	freeWaiters []*extentmap.Ticket
 	growth      growth
+	changes     changeLog
 
 	files    uint64 // visible
 	reserved uint64 // granted for writing and neither committed nor given back
@@ -137,6 +138,7 @@ func (p *Pool) close() {
 	p.nodes.close()
 	p.policy, p.orphans = newLRU(&p.nodes), newList(&p.nodes)
 	p.files, p.reserved, p.doomed, p.pinned, p.toFree = 0, 0, 0, 0, nil
+	p.changes = changeLog{}
 }
 
 // charge counts slots that a tenant takes or gives back; the mutex is held for writing.
@@ -185,6 +187,7 @@ func (p *Pool) publish(slot uint32, r *ondisk.Record) {
 	*n = node{meta: flagVisible, first: none, next: none, prev: none, older: none, newer: none}
 	p.index.insert(&r.Key, slot)
 	p.files++
+	p.changes.note(&r.Key, r.Tenant, false)
 	p.attach(slot, r)
 }
 

@@ -27,6 +27,7 @@ type model struct {
 	pins    map[uint64][]Key // by request
 	open    map[uint64][]ReserveItem
 	chains  [][]Key
+	told    *follower
 }
 
 // TestHistories plays random operations against the model, checks all invariants after each, and mounts again in
@@ -58,7 +59,7 @@ func history(t *testing.T, o Options, seed uint64) {
 		pins: make(map[uint64][]Key), open: make(map[uint64][]ReserveItem),
 	}
 	w.pool("a", 1, func(s *extentmap.PoolSpec) { s.MaxSlots = 120 })
-	x.attach()
+	x.attach(t)
 	for step := range 300 {
 		x.step(t)
 		if step%10 == 0 {
@@ -71,19 +72,20 @@ func history(t *testing.T, o Options, seed uint64) {
 	x.check(t)
 }
 
-func (x *model) attach() {
+func (x *model) attach(t *testing.T) {
 	x.p = x.w.s.PoolByName("a")
 	x.g = x.w.s.GroupOfPool(x.p.ID())
 	x.m = x.w.member()
 	clear(x.pins)
 	clear(x.open)
+	x.told = follow(t, x.p, x.visible())
 }
 
 func (x *model) remount(t *testing.T) {
 	before := x.visible()
 	if x.rng.IntN(2) == 0 {
 		x.w.reopen()
-		x.attach()
+		x.attach(t)
 		require.Equal(t, before, x.visible(), "the same files after a mount")
 		checkPool(t, x.p)
 		return
@@ -91,7 +93,7 @@ func (x *model) remount(t *testing.T) {
 	// The daemon dies: what was committed is there, and of what was freed a little before, some may be again.
 	x.w.kill()
 	x.w.open()
-	x.attach()
+	x.attach(t)
 	after := x.visible()
 	for k := range before {
 		require.True(t, after[k], "a committed file is lost")
@@ -247,6 +249,7 @@ func (x *model) check(t *testing.T) {
 	st := x.p.Stats()
 	require.LessOrEqual(t, st.Files+st.FilesReserved, uint64(120))
 	visible := x.visible()
+	x.told.check(t, visible)
 	for k := range visible {
 		require.True(t, x.alive[k], "a file that was unlinked or never committed")
 		slot, generation, ok := x.p.Find(&k)

@@ -375,6 +375,27 @@ int tuttifs_abort(tuttifs_pool_t pool, uint64_t reserve);
 int tuttifs_report_bad(tuttifs_pool_t pool, uint32_t slot, uint64_t generation);
 
 /*
+ * Events
+ */
+
+#define TUTTIFS_KV_STORED 1u  /* found from now on */
+#define TUTTIFS_KV_REMOVED 2u /* a miss from now on: evicted, removed, damaged, or on a lost drive */
+
+/* What happened to one file of a pool. */
+struct tuttifs_kv_event {
+	uint8_t key[32];
+	uint32_t tenant;
+	uint32_t kind; /* TUTTIFS_KV_*; pass over others */
+};
+
+/* Tells what happened to a pool's files, whoever did it, in order: *told of at most count events. *since is where the call
+ * before has ended, and is moved on; begin with 0, which tells nothing yet, before looking for what is there. There may
+ * be more while *told is not 0. The daemon keeps a pool's last 65,536 events: *lost is how many before these are gone,
+ * and when it is not 0, what is held of the pool is to be looked up again. A new session begins with 0. Does not wait. */
+int tuttifs_events(tuttifs_pool_t pool, uint64_t *since, struct tuttifs_kv_event *events, uint64_t count,
+                   uint64_t *told, uint64_t *lost);
+
+/*
  * Layers
  */
 

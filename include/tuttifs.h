@@ -29,6 +29,7 @@ extern "C" {
 #define TUTTIFS_NO_SLOT 0xffffffffu
 #define TUTTIFS_DRIVE_PAGE 64 /* drives in one DRIVES answer */
 #define TUTTIFS_EVENT_PAGE 64 /* pools in one EVENTS answer */
+#define TUTTIFS_CHANGES_KEPT 65536 /* of a pool: who is further behind loses some */
 
 /* struct tuttifs_header begins every struct. */
 struct tuttifs_header {
@@ -475,6 +476,33 @@ struct tuttifs_events {
 };
 TUTTIFS_SIZE(tuttifs_events, 3096);
 
+/* Kinds of changes. */
+#define TUTTIFS_CHANGE_STORED 1 /* found from now on */
+#define TUTTIFS_CHANGE_REMOVED 2 /* a miss from now on: evicted, unlinked, damaged or on a lost drive */
+
+/* struct tuttifs_change is what happened to one file. */
+struct tuttifs_change {
+	uint8_t key[TUTTIFS_KEY_BYTES];
+	uint32_t tenant;
+	uint8_t kind; /* Change* kinds */
+	uint8_t reserved[3];
+};
+TUTTIFS_SIZE(tuttifs_change, 40);
+
+/* struct tuttifs_changes tells what happened to a pool's files since it was asked last, in order. A
+ * pool keeps its last TUTTIFS_CHANGES_KEPT changes, from when it is first asked for them. */
+struct tuttifs_changes {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	struct tuttifs_span changes; /* out span: Change each */
+	uint64_t since; /* Next of the last answer; 0: from now on */
+	uint64_t next; /* out */
+	uint64_t lost; /* out: changes before these that are no longer kept */
+	uint32_t count; /* out */
+	uint32_t pad; /* out: zero */
+};
+TUTTIFS_SIZE(tuttifs_changes, 64);
+
 /* Ticket states. */
 #define TUTTIFS_TICKET_PENDING 0
 #define TUTTIFS_TICKET_DONE 1
@@ -664,6 +692,7 @@ TUTTIFS_SIZE(tuttifs_engine_counters, 264);
 #define TUTTIFS_IOC_STATS          _IOWR('T', 21, struct tuttifs_stats)
 #define TUTTIFS_IOC_EVENTS         _IOWR('T', 22, struct tuttifs_events)
 #define TUTTIFS_IOC_TICKET         _IOWR('T', 23, struct tuttifs_ticket)
+#define TUTTIFS_IOC_CHANGES        _IOWR('T', 24, struct tuttifs_changes)
 
 #ifdef __cplusplus
 }

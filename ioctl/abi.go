@@ -25,8 +25,9 @@ const (
 	DrivesMax       = 64
 	UnitBytes       = 4096 // addresses on drives count these, whatever the LBA size
 	NoSlot          = ^uint32(0)
-	DrivePage       = 64 // drives in one DRIVES answer
-	EventPage       = 64 // pools in one EVENTS answer
+	DrivePage       = 64    // drives in one DRIVES answer
+	EventPage       = 64    // pools in one EVENTS answer
+	ChangesKept     = 65536 // of a pool: who is further behind loses some
 )
 
 // Header begins every struct.
@@ -474,6 +475,35 @@ type Events struct {
 	Count    uint32           `abi:"out"`
 	Total    uint32           `abi:"out"`
 	Events   [EventPage]Event `abi:"out"`
+}
+
+// Kinds of changes.
+const (
+	ChangeStored  = 1 // found from now on
+	ChangeRemoved = 2 // a miss from now on: evicted, unlinked, damaged or on a lost drive
+)
+
+// Change is what happened to one file.
+type Change struct {
+	_        structs.HostLayout
+	Key      [KeyBytes]byte
+	Tenant   uint32
+	Kind     uint8 // Change* kinds
+	Reserved [3]uint8
+}
+
+// Changes tells what happened to a pool's files since it was asked last, in order. A pool keeps its last ChangesKept
+// changes, from when it is first asked for them.
+type Changes struct {
+	_       structs.HostLayout
+	Header  Header
+	Target  Target // a pool
+	Changes Span   // out span: Change each
+	Since   uint64 // Next of the last answer; 0: from now on
+	Next    uint64 `abi:"out"`
+	Lost    uint64 `abi:"out"` // changes before these that are no longer kept
+	Count   uint32 `abi:"out"`
+	Pad     uint32 `abi:"out"` // zero
 }
 
 // Ticket states.

@@ -412,7 +412,8 @@ func Name(field []byte) (name string, ok bool) {
 }
 
 // View is the span's elements in place. The span must lie in the arena; its offset is a multiple of 8.
-func View[T DriveEntry | RowHead | RowEntry | Grant | ReserveItem | Extent | [KeyBytes]byte](arena []byte, s Span) []T {
+func View[T DriveEntry | RowHead | RowEntry | Grant | ReserveItem | Extent | Change | [KeyBytes]byte](
+	arena []byte, s Span) []T {
 	var t T
 	size := uint64(unsafe.Sizeof(t))
 	if s.Offset%8 != 0 || s.Offset > uint64(len(arena)) || s.Bytes > uint64(len(arena))-s.Offset || s.Bytes < size {

@@ -33,6 +33,7 @@ type Handler interface {
 	Stats(*Stats) Errno
 	Events(*Events) Errno
 	Ticket(*Ticket) Errno
+	Changes(*Changes) Errno
 }
 
 // access says which handles may use a verb.
@@ -91,6 +92,7 @@ var verbs = [nrEnd]verb{
 	nrStats:         newVerb("STATS", looks, Handler.Stats),
 	nrEvents:        newVerb("EVENTS", looks, Handler.Events),
 	nrTicket:        newVerb("TICKET", looks, Handler.Ticket),
+	nrChanges:       newVerb("CHANGES", looks, Handler.Changes),
 }
 
 func newVerb[T any](name string, a access, method func(Handler, *T) Errno) verb {

@@ -43,6 +43,7 @@ const (
 	nrStats
 	nrEvents
 	nrTicket
+	nrChanges
 	nrEnd
 )
 
@@ -71,6 +72,7 @@ const (
 	CmdStats         = uint32(iocBase | unsafe.Sizeof(Stats{})<<iocSizeShift | nrStats)
 	CmdEvents        = uint32(iocBase | unsafe.Sizeof(Events{})<<iocSizeShift | nrEvents)
 	CmdTicket        = uint32(iocBase | unsafe.Sizeof(Ticket{})<<iocSizeShift | nrTicket)
+	CmdChanges       = uint32(iocBase | unsafe.Sizeof(Changes{})<<iocSizeShift | nrChanges)
 )
 
 // Sizes and offsets are part of the ABI: a change does not compile.
@@ -107,6 +109,8 @@ var (
 	_ [48]byte   = [unsafe.Sizeof(Event{})]byte{}
 	_ [3096]byte = [unsafe.Sizeof(Events{})]byte{}
 	_ [40]byte   = [unsafe.Sizeof(Ticket{})]byte{}
+	_ [40]byte   = [unsafe.Sizeof(Change{})]byte{}
+	_ [64]byte   = [unsafe.Sizeof(Changes{})]byte{}
 	_ [120]byte  = [unsafe.Sizeof(AttachRequest{})]byte{}
 	_ [384]byte  = [unsafe.Sizeof(AttachReply{})]byte{}
 

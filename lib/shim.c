@@ -218,6 +218,12 @@ API int tuttifs_report_bad(tuttifs_pool_t pool, uint32_t slot, uint64_t generati
 	return GO(goReportBad, H(pool), slot, generation);
 }
 
+API int tuttifs_events(tuttifs_pool_t pool, uint64_t *since, struct tuttifs_kv_event *events, uint64_t count,
+                       uint64_t *told, uint64_t *lost)
+{
+	return GO(goEvents, H(pool), since, events, count, told, lost);
+}
+
 API int tuttifs_layers_open(tuttifs_pool_t pool, uint16_t rank, uint32_t flags, const struct tuttifs_lease *leases,
                             uint64_t count, tuttifs_memory_t memory, const uint64_t *blocks, tuttifs_layers_t *layers)
 {

@@ -302,14 +302,38 @@ static void *commit(void *p)
 	return NULL;
 }
 
+/* What another member has stored is told, file by file. */
+static void events(struct rank *r, uint64_t *since, const uint8_t (*keys)[32], int n)
+{
+	struct tuttifs_kv_event told[7];
+	uint64_t some, lost;
+	int all = 0;
+	do {
+		OK(tuttifs_events(r->pool, since, told, 7, &some, &lost));
+		CHECK(some <= 7 && lost == 0);
+		for (uint64_t i = 0; i < some; i++, all++)
+			CHECK(all < n && told[i].kind == TUTTIFS_KV_STORED && told[i].tenant == 0 &&
+			      memcmp(told[i].key, keys[all], 32) == 0);
+	} while (some);
+	CHECK(all == n);
+	REFUSED(TUTTIFS_EINVAL, tuttifs_events(r->pool, since, NULL, 7, &some, &lost));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_events(r->pool, since, told, 0, &some, &lost));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_events(r->pool, NULL, told, 7, &some, &lost));
+	REFUSED(TUTTIFS_EBADF, tuttifs_events(NULL, since, told, 7, &some, &lost));
+	uint64_t never = *since + 1;
+	REFUSED(TUTTIFS_EINVAL, tuttifs_events(r->pool, &never, told, 7, &some, &lost));
+	CHECK(never == *since + 1);
+}
+
 /* Both ranks store; the files appear when the second has committed. */
 static void round_trip(struct rank *ranks)
 {
 	static uint8_t keys[FILES + 1][32];
 	static struct tuttifs_item items[FILES + 1];
 	struct tuttifs_lease leases[FILES + 1];
-	uint64_t n = 99;
+	uint64_t n = 99, since = 0;
 	chain(1, FILES + 1, keys, items);
+	events(&ranks[0], &since, NULL, 0);
 	OK(tuttifs_peek(ranks[0].pool, 0, keys[0], FILES, &n));
 	CHECK(n == 0);
 	OK(tuttifs_pin(ranks[0].pool, 0, 1, keys[0], FILES, leases, &n));
@@ -331,6 +355,7 @@ static void round_trip(struct rank *ranks)
 	CHECK(pthread_join(thread, NULL) == 0 && first.result == 0);
 	OK(tuttifs_peek(ranks[0].pool, 0, keys[0], FILES + 1, &n));
 	CHECK(n == FILES);
+	events(&ranks[0], &since, (const uint8_t (*)[32])keys, FILES);
 	for (int k = 0; k < RANKS; k++) {
 		uint64_t request = 10 + (uint64_t)k;
 		OK(tuttifs_pin(ranks[k].pool, 0, request, keys[0], FILES + 1, leases, &n));

@@ -81,6 +81,24 @@ class RoundTrip(Mounted):
         self.assertEqual(caught.exception.code, tuttifs.Code.ENOENT)
         self.assertIsInstance(caught.exception, LookupError)
 
+    def test_events(self):
+        """What another engine stores, and what is evicted or removed, is told in order."""
+        keys = tuttifs.keys(PROMPT, 4)
+        store(self.pool, self.memory, self.cache, keys[:1], [0])
+        events = self.pool.events()
+        self.assertEqual((events.poll(), events.lost), ([], 0))
+        with self.store.session(**SESSION) as other:
+            pool = other.pool(self.pool.name, IDENTITY, self.cache.paged().objects())
+            with other.register(self.cache.paged()) as memory:
+                store(pool, memory, self.cache, keys[:4], [0, 1, 2, 3])
+        self.assertEqual(events.poll(), [tuttifs.Event(k, 0, False) for k in keys[1:4]])
+        os.unlink(os.path.join(self.volume.path, self.pool.name, "blocks", keys[3].hex()[:2], keys[3].hex()))
+        self.volume.run("evict", self.volume.path, self.pool.name, "--prefix", keys[2].hex())
+        gone = [e.key for e in events.poll() if e.removed]
+        self.assertEqual((gone, events.lost), ([keys[3], keys[2], keys[1], keys[0]], 0))
+        self.assertEqual(events.poll(), [])
+        self.assertEqual(self.pool.peek(keys), 0)
+
     def test_layer_by_layer(self):
         keys = tuttifs.keys(PROMPT, 4)
         store(self.pool, self.memory, self.cache, keys, list(range(8)))

@@ -15,6 +15,7 @@ from .errors import (AgainError, BusyError, ChecksumError, ClosedError, Code, De
                      ExistsError, ForkedError, IdentityError, IncompleteError, InvalidError, NoDeviceError,
                      NoMemoryError, NoSpaceError, NotFoundError, NotLeasedError, NotMountedError, NotSupportedError,
                      PendingError, QuotaError, ReadOnlyError, StaleError, StoreBufferError, TimedOutError)
+from .events import Event, Events
 from .layers import Layers, Transfer
 from .layout import Class, Object, Paged, Run, StridedRun
 from .leases import Lease, Leases, Pinned, Reservation, Status
@@ -24,12 +25,13 @@ from .store import Memory, Pool, PoolStats, Session, SessionStats, Store, StoreS
 __version__ = "0.1"
 
 __all__ = [
-    "AgainError", "BusyError", "ChecksumError", "Class", "ClosedError", "Code", "DefectError", "DriveError", "Error",
-    "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError", "Layers", "Lease", "Leases",
-    "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError", "NotFoundError", "NotLeasedError",
-    "NotMountedError", "NotSupportedError", "Object", "Offer", "Paged", "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError",
-    "ReadOnlyError", "Reservation", "Run", "SchedulerStats", "Session", "SessionStats", "StaleError", "Status", "Store",
-    "StoreBufferError", "StoreStats", "StridedRun", "TimedOutError", "Transfer", "binary", "keys",
+    "AgainError", "BusyError", "ChecksumError", "Class", "ClosedError", "Code", "DefectError", "DriveError",
+    "Error", "Event", "Events", "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError",
+    "Layers", "Lease", "Leases", "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError",
+    "NotFoundError", "NotLeasedError", "NotMountedError", "NotSupportedError", "Object", "Offer", "Paged",
+    "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError", "ReadOnlyError", "Reservation", "Run",
+    "SchedulerStats", "Session", "SessionStats", "StaleError", "Status", "Store", "StoreBufferError", "StoreStats",
+    "StridedRun", "TimedOutError", "Transfer", "binary", "keys",
 ]
 
 

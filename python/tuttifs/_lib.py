@@ -20,6 +20,7 @@ STORE_REFUSE, NO_SCHEDULER, NO_BUDGET, READS_NOT_FIRST, ANY_SLACK_TABLE = 8, 16,
 STORE = 1  # of layers
 PARTIAL = 1  # of reservations
 PADDED = 1  # of host memory
+KV_REMOVED = 2  # of events
 
 u8, u16, u32, u64, vp, cp = C.c_uint8, C.c_uint16, C.c_uint32, C.c_uint64, C.c_void_p, C.c_char_p
 _CODES = {u16: "H", u32: "I", u64: "Q"}  # of array
@@ -127,6 +128,10 @@ class Item(C.Structure):
     _fields_ = [("key", u8 * 32), ("parent", u8 * 32), ("tokens", u32), ("position", u32)]
 
 
+class KvEvent(C.Structure):
+    _fields_ = [("key", u8 * 32), ("tenant", u32), ("kind", u32)]
+
+
 FUNCTIONS: Dict[str, List[Any]] = {
     "open": [cp, vp], "close": [vp], "session_create": [vp, vp, vp], "session_join": [vp, vp, vp, vp],
     "session_token": [vp, vp], "session_describe": [vp, vp, u64], "session_dma": [vp, vp, vp],
@@ -137,7 +142,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "register_paged": [vp, vp, vp], "memory_cost": [vp, vp], "unregister": [vp], "keys": [vp, vp, u64, vp, vp],
     "peek": [vp, u32, vp, u64, vp], "pin": [vp, u32, u64, vp, u64, vp, vp], "release": [vp, u64],
     "reserve": [vp, u32, u64, vp, u64, u32, vp, vp], "commit": [vp, u64, vp, u64], "abort": [vp, u64],
-    "report_bad": [vp, u32, u64], "layers_open": [vp, u16, u32, vp, u64, vp, vp, vp],
+    "report_bad": [vp, u32, u64], "events": [vp, vp, vp, u64, vp, vp],
+    "layers_open": [vp, u16, u32, vp, u64, vp, vp, vp],
     "retrieve_layer": [vp, u16, vp, vp], "store_layer": [vp, u16, vp, vp],
     "retrieve_layer_at": [vp, u16, vp, vp, u64, vp, vp], "store_layer_at": [vp, u16, vp, vp, u64, vp, vp],
     "wait_on": [vp, vp], "wait": [vp], "finish": [vp], "failed": [vp, vp, u64, vp], "layers_close": [vp],

@@ -15,6 +15,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Type, Union
 
 from . import _lib
 from .errors import Error, InvalidError
+from .events import Events
 from .layers import Layers
 from .layout import Extent, Object, Paged, Run, extent
 from .leases import Lease, Leases, Pinned, Reservation
@@ -434,6 +435,10 @@ class Pool(Closing):
         blocks: the block for each lease, also for those that need no writing: they are left out.
         """
         return Layers(self, reservation, reservation.to_be_written(), memory, blocks, rank)
+
+    def events(self) -> Events:
+        """What happens to the pool's files from now on, whoever does it: `poll` the answer now and then."""
+        return Events(self)
 
     def report_bad(self, lease: Lease) -> None:
         """Says that a pinned file's bytes are damaged. The daemon looks itself, and evicts it if so. Waits for that."""
