@@ -367,6 +367,13 @@ int tuttifs_reserve(tuttifs_pool_t pool, uint32_t tenant, uint64_t reserve, cons
  * of which a slot failed is wrong, although its checksums are right: abort it instead (docs/libtuttifs.md). */
 int tuttifs_commit(tuttifs_pool_t pool, uint64_t reserve, const uint16_t *ranks, uint64_t count);
 
+/* tuttifs_commit of files that were computed from loads: layers that this process has opened for retrieving, and not
+ * closed. Waits for what of them is on its way. Where a slot of one has failed it gives the reservation up in place of
+ * committing it, as tuttifs_abort does, and returns that slot's code; the commits of other ranks are then
+ * TUTTIFS_ENOENT. A rank that has loaded nothing gives no loads, and waits for those that have. */
+int tuttifs_commit_from(tuttifs_pool_t pool, uint64_t reserve, const uint16_t *ranks, uint64_t count,
+                        const tuttifs_layers_t *loads, uint64_t load_count);
+
 /* Gives a reservation's slots back, for all ranks, as long as one of them has not committed: the commits of the others,
  * begun or to come, are then TUTTIFS_ENOENT. */
 int tuttifs_abort(tuttifs_pool_t pool, uint64_t reserve);

@@ -8,6 +8,8 @@ import "C"
 import (
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"sync"
 	"unsafe"
 
@@ -61,21 +63,44 @@ func (t *transfer) waitOn(stream uintptr) error {
 	return t.wait()
 }
 
-// close waits for what is in flight and gives the layers back.
-func (l *layers) close() error {
+// drain waits for what is in flight.
+func (l *layers) drain() error {
 	l.mu.Lock()
-	l.closed = true
-	var flights []*transfer
-	for t := range l.flights {
-		flights = append(flights, t)
-	}
+	flights := slices.Collect(maps.Keys(l.flights))
 	l.mu.Unlock()
 	var errs []error
 	for _, t := range flights {
 		errs = append(errs, t.wait())
 	}
-	l.Close()
 	return errors.Join(errs...)
+}
+
+// whole waits for what is in flight and returns the first slot's error, if any failed.
+func (l *layers) whole() error {
+	if err := l.drain(); err != nil {
+		return err
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.closed {
+		return fmt.Errorf("%w: layers were closed", errHandle)
+	}
+	for _, err := range l.Failed() {
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// close waits for what is in flight and gives the layers back.
+func (l *layers) close() error {
+	l.mu.Lock()
+	l.closed = true
+	l.mu.Unlock()
+	err := l.drain()
+	l.Close()
+	return err
 }
 
 // slotsOf are the slots of leases that may be used in a direction.

@@ -6,7 +6,9 @@ package main
 import "C"
 
 import (
+	"errors"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"tuttifs/engine"
@@ -134,6 +136,15 @@ func goReserve(h C.uintptr_t, tenant C.uint32_t, reserve C.uint64_t, items *C.st
 	})
 }
 
+// ranksOf are the ranks of a commit.
+func ranksOf(p *C.uint16_t, n C.uint64_t) ([]uint16, error) {
+	ranks, err := array((*uint16)(unsafe.Pointer(p)), n, "ranks")
+	if err == nil && len(ranks) == 0 {
+		err = fmt.Errorf("%w: a commit of no rank", engine.ErrInvalid)
+	}
+	return slices.Clone(ranks), err
+}
+
 //export goCommit
 func goCommit(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint64_t, text *C.char) C.int {
 	return call(text, func() error {
@@ -142,16 +153,48 @@ func goCommit(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint64_t
 			return err
 		}
 		defer release()
-		in, err := array(ranks, n, "ranks")
+		list, err := ranksOf(ranks, n)
 		if err != nil {
 			return err
 		}
-		if len(in) == 0 {
-			return fmt.Errorf("%w: a commit of no rank", engine.ErrInvalid)
+		return p.CommitRanks(uint64(reserve), list...)
+	})
+}
+
+//export goCommitFrom
+func goCommitFrom(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint64_t, loads *C.uintptr_t, m C.uint64_t,
+	text *C.char) C.int {
+	return call(text, func() error {
+		p, release, err := holdPool(h)
+		if err != nil {
+			return err
 		}
-		list := make([]uint16, len(in))
-		for i, rank := range in {
-			list[i] = uint16(rank)
+		defer release()
+		list, err := ranksOf(ranks, n)
+		if err != nil {
+			return err
+		}
+		handles, err := array(loads, m, "loads")
+		if err != nil {
+			return err
+		}
+		from := make([]*layers, len(handles))
+		for i, handle := range handles {
+			if from[i], err = find[*layers](uintptr(handle), "load"); err != nil {
+				return fmt.Errorf("load %d: %w", i, err)
+			}
+			if from[i].session != p.session || from[i].store {
+				return fmt.Errorf("%w: load %d is another session's, or a store", engine.ErrInvalid, i)
+			}
+		}
+		for _, l := range from {
+			if err := l.whole(); err != nil {
+				err = fmt.Errorf("given up, and not committed, because a load that it was computed from failed: %w", err)
+				if failed := p.Abort(uint64(reserve)); failed != nil && !errors.Is(failed, engine.ErrNotFound) {
+					err = fmt.Errorf("%w; and the reservation could not be aborted: %v", err, failed)
+				}
+				return err
+			}
 		}
 		return p.CommitRanks(uint64(reserve), list...)
 	})

@@ -211,6 +211,12 @@ API int tuttifs_commit(tuttifs_pool_t pool, uint64_t reserve, const uint16_t *ra
 	return GO(goCommit, H(pool), reserve, (uint16_t *)ranks, count);
 }
 
+API int tuttifs_commit_from(tuttifs_pool_t pool, uint64_t reserve, const uint16_t *ranks, uint64_t count,
+                            const tuttifs_layers_t *loads, uint64_t load_count)
+{
+	return GO(goCommitFrom, H(pool), reserve, (uint16_t *)ranks, count, (uintptr_t *)loads, load_count);
+}
+
 API int tuttifs_abort(tuttifs_pool_t pool, uint64_t reserve) { return GO(goAbort, H(pool), reserve); }
 
 API int tuttifs_report_bad(tuttifs_pool_t pool, uint32_t slot, uint64_t generation)

@@ -374,6 +374,57 @@ static void round_trip(struct rank *ranks)
 	CHECK(stats.files == FILES && stats.hits >= 2 * FILES && stats.misses > 0);
 }
 
+/* What is computed from a load is committed if the load is whole, and given up for all ranks if it is not. */
+static void commit_from(struct rank *ranks)
+{
+	static uint8_t keys[FILES + 2][32];
+	static struct tuttifs_item items[FILES + 2];
+	struct tuttifs_lease leases[FILES], made;
+	struct rank *r = &ranks[0];
+	uint64_t blocks[FILES], n;
+	tuttifs_layers_t loads[2];
+	tuttifs_transfer_t transfer;
+	chain(1, FILES + 2, keys, items);
+	OK(tuttifs_pin(r->pool, 0, 30, keys[0], FILES, leases, &n));
+	CHECK(n == FILES);
+	for (int f = 0; f < FILES; f++)
+		blocks[f] = block_of(f, 1);
+	for (int bad = 1; bad >= 0; bad--) {
+		uint64_t reserve = 40 + (uint64_t)bad;
+		int code;
+		for (int k = 0; k < RANKS; k++) {
+			OK(tuttifs_reserve(ranks[k].pool, 0, reserve, &items[FILES], 1, 0, &made, &n));
+			store(&ranks[k], &made, 1);
+		}
+		for (int i = 0; i < 2; i++) {
+			leases[1].seed[0] ^= (uint8_t)(bad && i);
+			OK(tuttifs_layers_open(r->pool, 0, 0, leases, FILES, r->memory, blocks, &loads[i]));
+			leases[1].seed[0] ^= (uint8_t)(bad && i);
+			OK(tuttifs_retrieve_layer(loads[i], 0, NULL, &transfer)); /* in flight until the commit waits for it */
+		}
+		REFUSED(TUTTIFS_EBADF, tuttifs_commit_from(r->pool, reserve, &r->number, 1, (tuttifs_layers_t[]){NULL}, 1));
+		REFUSED(TUTTIFS_EINVAL, tuttifs_commit_from(r->pool, reserve, &r->number, 1, NULL, 1));
+		REFUSED(TUTTIFS_EINVAL, tuttifs_commit_from(r->pool, reserve, &r->number, 0, loads, 2));
+		struct commit other = {.rank = &ranks[1], .reserve = reserve};
+		pthread_t thread;
+		CHECK(pthread_create(&thread, NULL, commit, &other) == 0);
+		code = tuttifs_commit_from(r->pool, reserve, &r->number, 1, loads, 2);
+		CHECK(code == (bad ? -TUTTIFS_EILSEQ : 0));
+		CHECK(pthread_join(thread, NULL) == 0 && other.result == (bad ? -TUTTIFS_ENOENT : 0));
+		OK(tuttifs_peek(r->pool, 0, keys[0], FILES + 1, &n));
+		CHECK(n == (bad ? FILES : FILES + 1));
+		for (int i = 0; i < 2; i++)
+			OK(tuttifs_layers_close(loads[i]));
+	}
+	REFUSED(TUTTIFS_EBADF, tuttifs_commit_from(r->pool, 41, &r->number, 1, loads, 1));
+	OK(tuttifs_reserve(r->pool, 0, 42, &items[FILES + 1], 1, 0, &made, &n));
+	OK(tuttifs_layers_open(r->pool, 0, TUTTIFS_STORE, &made, 1, NULL, NULL, &loads[0]));
+	REFUSED(TUTTIFS_EINVAL, tuttifs_commit_from(r->pool, 42, &r->number, 1, loads, 1)); /* a store is no load */
+	OK(tuttifs_layers_close(loads[0]));
+	OK(tuttifs_abort(r->pool, 42));
+	OK(tuttifs_release(r->pool, 30));
+}
+
 static void refusals(struct rank *r)
 {
 	uint8_t key[32] = {9};
@@ -532,6 +583,7 @@ int main(int argc, char **argv)
 	OK(tuttifs_session_token(ranks[0].session, token));
 	join(&ranks[1], 1, argv[1], token);
 	round_trip(ranks);
+	commit_from(ranks);
 	refusals(&ranks[0]);
 	scheduler(ranks[0].session);
 	forks(&ranks[0], argv[1]);

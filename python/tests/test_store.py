@@ -266,6 +266,31 @@ class Damage(Mounted):
         self.assertEqual(self.cache.block(0, 3), Cache.content(0, 3))
 
 
+    def test_commit_from_loads(self):
+        """What was computed from a load is stored if the load was whole."""
+        keys = tuttifs.keys(PROMPT, 4)
+        store(self.pool, self.memory, self.cache, keys[:4], [0, 1, 2, 3])
+        for bad in (True, False):
+            with self.pool.pin(keys) as leases, self.pool.reserve(keys, start=4) as slots:
+                self.assertEqual((len(leases), len(slots)), (4, 4))
+                leases._array[1].seed[3] ^= bad
+                with self.pool.retrieve(leases, self.memory, [0, 1, 2, 3]) as load, \
+                        self.pool.store(slots, self.memory, [4, 5, 6, 7]) as computed:
+                    load.begin(0)
+                    computed.move_all(3)
+                    if bad:
+                        with self.assertRaises(tuttifs.ChecksumError) as caught:
+                            slots.commit(loads=[load])
+                        self.assertIn("given up", str(caught.exception))
+                        with self.assertRaises(tuttifs.NotFoundError):
+                            slots.commit()
+                    else:
+                        asyncio.run(slots.commit_async(loads=[load]))
+            self.assertEqual(self.pool.peek(keys), 4 if bad else 8)
+        with self.pool.reserve(tuttifs.keys(PROMPT[1:5], 4)) as slots, self.assertRaises(tuttifs.ClosedError):
+            slots.commit(loads=[load])
+
+
 class Refusals(Mounted):
     def refused(self, kind, f, *arguments, **named):
         with self.assertRaises(kind) as caught:

@@ -12,6 +12,7 @@ from . import _lib
 from .errors import ClosedError, NotFoundError, StaleError
 
 if TYPE_CHECKING:
+    from .layers import Layers
     from .store import Pool
 
 
@@ -116,21 +117,28 @@ class Reservation(Leases):
         self.pool, self.reserve = pool, reserve
         self._open = count > 0  # the daemon knows nothing of an empty one
 
-    def commit(self, ranks: Sequence[int] = (0,)) -> None:
+    def commit(self, ranks: Sequence[int] = (0,), loads: Sequence["Layers"] = ()) -> None:
         """Says that this process has written all objects of the ranks, and waits until the files are durable: until the
         last rank of any process has committed. They are visible from then on, and not before.
 
-        What was computed from a load of which a slot failed is wrong, although its checksums are right: `abort` it
-        (docs/libtuttifs.md, "When a load fails"). Raises `IncompleteError` where an object was not written,
-        `NotFoundError` where another rank has aborted.
+        loads: what this process has retrieved for the files to be computed from, and not closed. Where a file of those
+            failed the reservation is aborted instead, for all ranks, and that file's error is raised: what was computed
+            from it is wrong, although its checksums are right (docs/libtuttifs.md, "When a load fails").
+
+        Raises `IncompleteError` where an object was not written, `NotFoundError` where another rank has aborted.
         """
         if self:
-            self.pool._lib.commit(self.pool._h, self.reserve, _lib.integers(C.c_uint16, ranks), len(ranks))
+            lib, h, table = self.pool._lib, self.pool._h, _lib.integers(C.c_uint16, ranks)
+            if loads:
+                from_ = (C.c_void_p * len(loads))(*[load._h for load in loads])
+                lib.commit_from(h, self.reserve, table, len(ranks), from_, len(loads))
+            else:
+                lib.commit(h, self.reserve, table, len(ranks))
         self._open = False
 
-    async def commit_async(self, ranks: Sequence[int] = (0,)) -> None:
+    async def commit_async(self, ranks: Sequence[int] = (0,), loads: Sequence["Layers"] = ()) -> None:
         """`commit`, without keeping the event loop. Where the task is cancelled, the commit goes on."""
-        await asyncio.to_thread(self.commit, ranks)
+        await asyncio.to_thread(self.commit, ranks, loads)
 
     def abort(self) -> None:
         """Gives the slots back, for all ranks, as long as one of them has not committed."""

@@ -63,7 +63,8 @@ class Restored(unittest.TestCase):
         cls.dir = tempfile.mkdtemp(prefix="tuttifs-vllm-")
         cls.addClassCleanup(shutil.rmtree, cls.dir, True)
         cls.model = model.make(os.path.join(cls.dir, "model"))
-        cls.volume = cls.enterClassContext(Volume())
+        cls.volume = Volume()
+        cls.addClassCleanup(cls.volume.close)
         with cls.engine("reference", enable_prefix_caching=False) as e:
             cls.tokens = dict(zip(PROMPTS, (o["tokens"] for o in e.ready().generate(list(PROMPTS.values()), TOKENS))))
             cls.many = [o["tokens"] for o in e.generate([PROMPTS["away"], PROMPTS["tenant"]], MANY)]

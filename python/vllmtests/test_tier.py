@@ -37,7 +37,8 @@ class Tier(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         need_mount()
-        cls.volume = cls.enterClassContext(Volume())
+        cls.volume = Volume()
+        cls.addClassCleanup(cls.volume.close)
 
     def tier(self, memory: np.ndarray, **more: Any) -> Any:
         config = {"type": "TuttifsTier", "module_path": "tuttifs.vllm.tier", "path": self.volume.path,

@@ -162,7 +162,8 @@ class Mounted(unittest.TestCase):
     @classmethod
     def setUpClass(cls) -> None:
         need_mount()
-        cls.volume = cls.enterClassContext(Volume())
+        cls.volume = Volume()
+        cls.addClassCleanup(cls.volume.close)
 
     def same(self, a: Side, at: List[int], b: Side, bt: List[int], group: Group = FULL, first: int = 0,
              last: Optional[int] = None, ranks: Optional[List[int]] = None) -> None:
