@@ -13,7 +13,7 @@ import typing
 
 import bubble_report
 from kv_store import Store, chain, note, tuttifs
-from ram_volume import RamVolume
+from ram_volume import OutOfTime, RamVolume
 
 SPARE_BLOCKS = 64      # of the pool, behind the longest prompt: what a backlog of stores is made of
 CHECKED_TOKENS = 8192  # most new ones of a prompt whose stores are kept and read back
@@ -21,6 +21,7 @@ ISSUED_AT_ONCE = 4     # layers, so that no layer's kernels wait for the host
 BACKLOG_FLYING = 6     # layers of it under way
 RESTORES_FLYING = 3    # layers, where rates are measured without compute
 BACKLOG_PAIRS = 5
+SETTING_UP = 3         # seconds that a way takes before its first prompt, whatever it stores
 
 
 class Way(typing.NamedTuple):
@@ -326,7 +327,7 @@ class Backlog:
 class Bench:
     def __init__(self, a, report, save, subject):
         self.a, self.report, self.save = a, report, save
-        self.end = time.monotonic() + a.limit
+        self.end = a.started + a.limit
         note(f"weights and pool on {a.device} ...")
         self.subject = subject(a, max(a.tokens) // a.block + SPARE_BLOCKS)
         self.model = self.subject.model
@@ -445,6 +446,8 @@ class Bench:
         if volume.options != options:
             volume.remount(options)
         most = max(p["tokens"] for p in plans) // self.a.block
+        if self.left() < most * self.block_bytes() * volume.filling + SETTING_UP:  # storing takes no less
+            raise OutOfTime("storing the prompt")
         self.subject.reset(clear=False)  # what KV stores
         kv = KV(self.a, self.subject, volume, way, most)
 
@@ -501,6 +504,9 @@ class Bench:
         note(bubble_report.backlog_line(row))
         self.save()
 
+    def block_bytes(self):
+        return self.a.layers * 2 * self.model.run_bytes() + 8192
+
     def volume(self, drives, plans):
         a = self.a
         # The longest prompt, the most new blocks of any, those that are stored for checking, and a backlog.
@@ -508,24 +514,33 @@ class Bench:
         first = {p["way"]: p["new_tokens"] for p in reversed(plans)}
         checked = sum(n for n in first.values() if n <= CHECKED_TOKENS)
         blocks = (max(p["tokens"] for p in plans) + new + checked) // a.block + SPARE_BLOCKS
-        size = blocks * (a.layers * 2 * self.model.run_bytes() + 8192)
+        size = blocks * self.block_bytes()
         count = bubble_report.DRIVES[drives].count
         note(f"a volume of {count} drives, {size >> 20} MiB ...")
         return RamVolume(a.tuttifs, a.where, count, size * 5 // 4 // count + (64 << 20), a.pollers,
-                         bubble_report.mount_options(drives, True))
+                         bubble_report.mount_options(drives, True), end=self.end)
 
     def run(self):
         a, report = self.a, self.report
         report.update(self.subject.about, link_gb_per_second=self.subject.link(),
                       object_bytes=2 * self.model.run_bytes())
         for drives, tokens, plans in bubble_report.stages(a):
-            if self.left() < 10:
-                for plan in plans:
-                    self.left_out(plan, "no time (--limit)")
-                self.save()
-                continue
             note(f"drives {drives}, {tokens} tokens\n{bubble_report.HEAD}")
-            self.stage(drives, tokens, plans)
+            self.bounded(plans, lambda: self.stage(drives, tokens, plans))
+
+    def bounded(self, plans, f):
+        """Does something with plans; those that --limit leaves no time for are left out."""
+        try:
+            if self.left() < SETTING_UP:
+                raise OutOfTime("beginning")
+            f()
+        except OutOfTime as e:
+            note(f"no time (--limit) for {e}")
+            done = self.report["cells"] + self.report["left_out"]
+            for plan in plans:
+                if not any(plan.items() <= row.items() for row in done):
+                    self.left_out(plan, "no time (--limit)")
+        self.save()
 
     def stage(self, drives, tokens, plans):
         by_way = {}
@@ -546,12 +561,12 @@ class Bench:
     def attempt(self, plans, f):
         """A way that fails is told, and the others have their turn. Wrong bytes end everything."""
         try:
-            f()
+            self.bounded(plans, f)
         except (tuttifs.Error, RuntimeError, OSError) as e:
             text = f"{plans[0]['drives']}, {plans[0]['way']}: {type(e).__name__}: {e}"
             note(text)
             self.report["failures"].append(text)
-        self.save()
+            self.save()
 
 
 def run(a, report, save):

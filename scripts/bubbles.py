@@ -29,6 +29,7 @@ import argparse
 import importlib.util
 import os
 import sys
+import time
 
 import bubble_report
 import kv_store
@@ -57,7 +58,8 @@ def arguments():
     p.add_argument("--plot", metavar="FILES", help="measure nothing: join these documents, print the table, draw the plot")
     p.add_argument("-o", "--output", default="bubbles.json", help="the document, written after each case")
     p.add_argument("--png", help="the plot; default: the document's name with .png")
-    p.add_argument("--limit", type=float, default=540, help="seconds after which what is left is left out")
+    p.add_argument("--limit", type=float, default=540,
+                   help="seconds after which what is left is left out; setting up counts")
     p.add_argument("--tokens", type=numbers(int),
                    help=f"of the prompts (default: 65536,131072; {SLEPT_TOKENS}, of {SLEPT_LAYERS} layers, with "
                         "--device none)")
@@ -76,7 +78,7 @@ def arguments():
     p.add_argument("--store-mib", type=int, default=1024, help="the store buffer")
     p.add_argument("--piece", type=int, default=32768, help="most new tokens of one forward pass")
     kv_store.add_arguments(p, kv_store.DEVICES + ", or none: compute is slept, without PyTorch")
-    p.set_defaults(layers=0)
+    p.set_defaults(layers=0, started=time.monotonic())
     a = p.parse_args()
     if a.plot:
         return a

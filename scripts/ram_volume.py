@@ -8,13 +8,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+
+
+class OutOfTime(Exception):
+    """There is no time left to make a volume."""
 
 
 class RamVolume:
     """with RamVolume(...) as v: v.mount is the mount point."""
 
-    def __init__(self, tuttifs, where, drives, drive_bytes, pollers, options=()):
-        """options: of the mount, beside the number of pollers and where its sockets are."""
+    def __init__(self, tuttifs, where, drives, drive_bytes, pollers, options=(), end=float("inf")):
+        """options: of the mount, beside the number of pollers and where its sockets are. end: when making it is given
+        up, on time.monotonic."""
+        self.end = end
         self.tuttifs, self.pollers, self.options = os.path.abspath(tuttifs), pollers, list(options)
         needed, free = drives * drive_bytes, shutil.disk_usage(where).free
         if needed > free:
@@ -33,8 +40,10 @@ class RamVolume:
             os.mkdir(self.mount)
             os.mkdir(os.path.join(self.dir, "run"), 0o700)
             # Written ahead: a first write to memory costs more than the transfer that is measured.
+            begin = time.monotonic()
             with concurrent.futures.ThreadPoolExecutor(len(self.paths)) as fillers:
                 list(fillers.map(self.fill, self.paths))
+            self.filling = (time.monotonic() - begin) / (len(self.paths) * self.drive_bytes)  # seconds a byte
             self.run("mkfs", "-q", "-L", "ram", *self.paths)
             self.attach()
         except BaseException:
@@ -60,6 +69,8 @@ class RamVolume:
         piece = bytes(1 << 20)
         with open(path, "wb", buffering=0) as f:
             for _ in range(0, self.drive_bytes, len(piece)):
+                if time.monotonic() > self.end:
+                    raise OutOfTime(f"making {self.drive_bytes >> 20} MiB of {path}")
                 f.write(piece)
 
     def run(self, *words):

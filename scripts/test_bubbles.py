@@ -6,9 +6,11 @@ import importlib.util
 import json
 import os
 import tempfile
+import time
 import unittest
 
 import bubble_report as b
+import ram_volume
 
 LAYERS, BLOCK, OBJECT = 32, 64, 256 << 10
 HITS = [50.0, 75.0, 87.5, 93.75, 95.0, 97.0, 98.0, 98.5, 99.0]
@@ -235,6 +237,14 @@ class Report(unittest.TestCase):
                 json.dump({"bubbles_version": 99}, f)
             with self.assertRaisesRegex(SystemExit, "no document"):
                 b.load(paths[1:])
+
+    def test_no_time_to_make_a_volume(self):
+        """It is given up in the middle, and leaves nothing."""
+        with tempfile.TemporaryDirectory() as d:
+            with self.assertRaisesRegex(ram_volume.OutOfTime, "making 2 MiB"):
+                with ram_volume.RamVolume("tuttifs", d, 2, 2 << 20, 1, end=time.monotonic() - 1):
+                    self.fail("it was made")
+            self.assertEqual(os.listdir(d), [])
 
     @unittest.skipUnless(importlib.util.find_spec("matplotlib"), "no matplotlib here")
     def test_plot(self):
