@@ -103,6 +103,8 @@ func TestScripts(t *testing.T) {
 	}{
 		"llama": {"torch", []string{"llama_restore.py", "--device", "cpu", "--tokens", "256", "--layers", "2",
 			"--block", "16", "--piece", "64", "--cached", "50,90"}},
+		"compare": {"torch", []string{"compare_torch.py", "--device", "cpu", "--tokens", "512", "--layers", "2",
+			"--block", "16", "--piece", "256", "--cached", "50", "--bandwidth-tokens", "256"}},
 		"ranks": {"torch", []string{"ranks_restore.py", "--device", "cpu", "--ranks", "2", "--layers", "2", "--files", "8"}},
 		"bubbles": {"torch", []string{"bubbles.py", "--device", "cpu", "--tokens", "256", "--layers", "2", "--block", "16",
 			"--hits", "90", "--seconds", "1", "--drives", "ram", "--output", figures + ".cpu"}},

@@ -187,8 +187,7 @@ class Dram:
 
     def __init__(self, model, contents=None):
         self.model, self.contents, run = model, contents or model.pool, model.run_bytes()
-        blocks = len(model.table)
-        self.host = torch.empty(model.layers, blocks, 2 * run, dtype=torch.uint8, pin_memory=True)
+        self.host = self.memory()
         self.stream = torch.cuda.Stream(model.device)
         self.driver = ctypes.CDLL("libcuda.so.1")
         self.context = ctypes.c_void_p()
@@ -196,15 +195,22 @@ class Dram:
         self.each = self.compile()
         self.lists = []
         for layer, t in enumerate(model.pool):
-            host = self.host[layer].data_ptr()
             to, source = [], []
             for i, block in enumerate(model.places):
                 for j in (0, 1):
                     part = t.select(model.kv_axis, j)
                     to.append(part.data_ptr() + block * part.stride(0) * part.element_size())
-                    source.append(host + (2 * i + j) * run)
+                    source.append(self.address(layer, i, j))
             array = ctypes.c_ulonglong * len(to)
             self.lists.append((array(*to), array(*source), (ctypes.c_size_t * len(to))(*[run] * len(to))))
+
+    def memory(self):
+        return torch.empty(self.model.layers, len(self.model.table), 2 * self.model.run_bytes(), dtype=torch.uint8,
+                           pin_memory=True)
+
+    def address(self, layer, block, kv):
+        """Of K (kv is 0) or V of a block of the prompt in host memory."""
+        return self.host[layer].data_ptr() + (2 * block + kv) * self.model.run_bytes()
 
     def call(self, name, *arguments):
         code = getattr(self.driver, name)(*arguments)
