@@ -17,12 +17,7 @@ const eventsMost = 4096
 //export goEvents
 func goEvents(h C.uintptr_t, since *C.uint64_t, events *C.struct_tuttifs_kv_event, count C.uint64_t,
 	told, lost *C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		out, err := array(events, count, "events")
 		if err != nil {
 			return err

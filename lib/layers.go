@@ -166,12 +166,7 @@ func openLayers(p *pool, rank uint16, store bool, slots []gio.SlotIO, m *memory,
 //export goLayersOpen
 func goLayersOpen(h C.uintptr_t, rank C.uint16_t, flags C.uint32_t, leases *C.struct_tuttifs_lease, n C.uint64_t,
 	mem C.uintptr_t, blocks *C.uint64_t, out *C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		if out == nil {
 			return null("layers")
 		}
@@ -207,16 +202,6 @@ func goLayersOpen(h C.uintptr_t, rank C.uint16_t, flags C.uint32_t, leases *C.st
 		*out = C.uintptr_t(newHandle(l, uintptr(h)))
 		return nil
 	})
-}
-
-// holdLayers finds layers and holds their session.
-func holdLayers(h C.uintptr_t) (*layers, func(), error) {
-	l, err := find[*layers](uintptr(h), "layers")
-	if err != nil {
-		return nil, nil, err
-	}
-	release, err := l.session.hold()
-	return l, release, err
 }
 
 // blockDescs are the descriptors of a layer's objects in the batch's blocks.
@@ -293,12 +278,7 @@ func (l *layers) direction(flags C.uint32_t) error {
 //export goMoveLayer
 func goMoveLayer(h C.uintptr_t, flags C.uint32_t, layer C.uint16_t, after C.uintptr_t, out *C.uintptr_t,
 	text *C.char) C.int {
-	return call(text, func() error {
-		l, release, err := holdLayers(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onLayers(h, text, func(l *layers) error {
 		if out == nil {
 			return null("transfer")
 		}
@@ -315,12 +295,7 @@ func goMoveLayer(h C.uintptr_t, flags C.uint32_t, layer C.uint16_t, after C.uint
 //export goMoveLayerAt
 func goMoveLayerAt(h C.uintptr_t, flags C.uint32_t, layer C.uint16_t, mem C.uintptr_t, offsets *C.uint64_t,
 	n C.uint64_t, after C.uintptr_t, out *C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		l, release, err := holdLayers(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onLayers(h, text, func(l *layers) error {
 		if out == nil {
 			return null("transfer")
 		}
@@ -358,56 +333,27 @@ func goMoveLayerAt(h C.uintptr_t, flags C.uint32_t, layer C.uint16_t, mem C.uint
 
 //export goWaitOn
 func goWaitOn(h C.uintptr_t, stream C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		t, err := find[*transfer](uintptr(h), "transfer")
-		if err != nil {
-			return err
-		}
-		release, err := t.layers.session.hold()
-		if err != nil {
-			return err
-		}
-		defer release()
-		return t.waitOn(uintptr(stream))
-	})
+	return onTransfer(h, text, func(t *transfer) error { return t.waitOn(uintptr(stream)) })
 }
 
 //export goWait
 func goWait(h C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		t, err := take[*transfer](uintptr(h), "transfer")
-		if err != nil {
-			return err
+	return onTransfer(h, text, func(t *transfer) error {
+		if _, err := take[*transfer](uintptr(h), "transfer"); err != nil {
+			return err // of several who wait, one has it
 		}
-		release, err := t.layers.session.hold()
-		if err != nil {
-			return err
-		}
-		defer release()
 		return t.wait()
 	})
 }
 
 //export goFinish
 func goFinish(h C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		l, release, err := holdLayers(h)
-		if err != nil {
-			return err
-		}
-		defer release()
-		return l.Finish()
-	})
+	return onLayers(h, text, func(l *layers) error { return l.Finish() })
 }
 
 //export goFailed
 func goFailed(h C.uintptr_t, results *C.int32_t, n C.uint64_t, failed *C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		l, release, err := holdLayers(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onLayers(h, text, func(l *layers) error {
 		out, err := array(results, n, "codes")
 		if err != nil {
 			return err
@@ -435,12 +381,7 @@ func goFailed(h C.uintptr_t, results *C.int32_t, n C.uint64_t, failed *C.uint64_
 
 //export goLayersClose
 func goLayersClose(h C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		l, release, err := holdLayers(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onLayers(h, text, func(l *layers) error {
 		if _, err := take[*layers](uintptr(h), "layers"); err != nil {
 			return err
 		}

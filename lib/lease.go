@@ -31,12 +31,7 @@ func putLeases(leases []C.struct_tuttifs_lease, grants []engine.Grant) {
 
 //export goPeek
 func goPeek(h C.uintptr_t, tenant C.uint32_t, keys *C.uint8_t, n C.uint64_t, found *C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		k, err := keysOf(keys, n)
 		if err != nil {
 			return err
@@ -56,12 +51,7 @@ func goPeek(h C.uintptr_t, tenant C.uint32_t, keys *C.uint8_t, n C.uint64_t, fou
 //export goPin
 func goPin(h C.uintptr_t, tenant C.uint32_t, request C.uint64_t, keys *C.uint8_t, n C.uint64_t,
 	leases *C.struct_tuttifs_lease, pinned *C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		k, err := keysOf(keys, n)
 		if err != nil {
 			return err
@@ -86,25 +76,13 @@ func goPin(h C.uintptr_t, tenant C.uint32_t, request C.uint64_t, keys *C.uint8_t
 
 //export goRelease
 func goRelease(h C.uintptr_t, request C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
-		return p.Release(uint64(request))
-	})
+	return onPool(h, text, func(p *pool) error { return p.Release(uint64(request)) })
 }
 
 //export goReserve
 func goReserve(h C.uintptr_t, tenant C.uint32_t, reserve C.uint64_t, items *C.struct_tuttifs_item, n C.uint64_t,
 	flags C.uint32_t, leases *C.struct_tuttifs_lease, granted *C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		in, err := array(items, n, "items")
 		if err != nil {
 			return err
@@ -147,12 +125,7 @@ func ranksOf(p *C.uint16_t, n C.uint64_t) ([]uint16, error) {
 
 //export goCommit
 func goCommit(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		list, err := ranksOf(ranks, n)
 		if err != nil {
 			return err
@@ -164,12 +137,7 @@ func goCommit(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint64_t
 //export goCommitFrom
 func goCommitFrom(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint64_t, loads *C.uintptr_t, m C.uint64_t,
 	text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		list, err := ranksOf(ranks, n)
 		if err != nil {
 			return err
@@ -202,24 +170,10 @@ func goCommitFrom(h C.uintptr_t, reserve C.uint64_t, ranks *C.uint16_t, n C.uint
 
 //export goAbort
 func goAbort(h C.uintptr_t, reserve C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
-		return p.Abort(uint64(reserve))
-	})
+	return onPool(h, text, func(p *pool) error { return p.Abort(uint64(reserve)) })
 }
 
 //export goReportBad
 func goReportBad(h C.uintptr_t, slot C.uint32_t, generation C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
-		return p.ReportBad(uint32(slot), uint64(generation))
-	})
+	return onPool(h, text, func(p *pool) error { return p.ReportBad(uint32(slot), uint64(generation)) })
 }

@@ -96,12 +96,7 @@ func hostBytes(p unsafe.Pointer, n uint64) ([]byte, error) {
 //export goRegisterHost
 func goRegisterHost(h C.uintptr_t, p unsafe.Pointer, n C.uint64_t, flags C.uint32_t, out *C.uintptr_t,
 	text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		b, err := hostBytes(p, uint64(n))
 		if err != nil {
 			return err
@@ -127,12 +122,7 @@ func goRegisterHost(h C.uintptr_t, p unsafe.Pointer, n C.uint64_t, flags C.uint3
 
 //export goRegisterDevice
 func goRegisterDevice(h C.uintptr_t, p, n C.uint64_t, out *C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if out == nil {
 			return null("registered")
 		}
@@ -219,12 +209,7 @@ func registerPaged(s *session, runs [][]cuda.StridedRun, blocks uint64) (*memory
 
 //export goRegisterPaged
 func goRegisterPaged(h C.uintptr_t, p *C.struct_tuttifs_paged, out *C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if out == nil {
 			return null("registered")
 		}
@@ -241,24 +226,9 @@ func goRegisterPaged(h C.uintptr_t, p *C.struct_tuttifs_paged, out *C.uintptr_t,
 	})
 }
 
-// holdMemory finds registered memory and holds its session.
-func holdMemory(h C.uintptr_t) (*memory, func(), error) {
-	m, err := find[*memory](uintptr(h), "registered memory")
-	if err != nil {
-		return nil, nil, err
-	}
-	release, err := m.session.hold()
-	return m, release, err
-}
-
 //export goMemoryCost
 func goMemoryCost(h C.uintptr_t, n *C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		m, release, err := holdMemory(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onMemory(h, text, func(m *memory) error {
 		if n == nil {
 			return null("bytes")
 		}
@@ -272,12 +242,7 @@ func goMemoryCost(h C.uintptr_t, n *C.uint64_t, text *C.char) C.int {
 
 //export goUnregister
 func goUnregister(h C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		m, release, err := holdMemory(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onMemory(h, text, func(m *memory) error {
 		m.ending.Lock()
 		defer m.ending.Unlock()
 		if _, err := find[*memory](uintptr(h), "registered memory"); err != nil {
@@ -286,7 +251,7 @@ func goUnregister(h C.uintptr_t, text *C.char) C.int {
 		if err := m.unregister(); err != nil {
 			return err // the handle stays: it can be tried again
 		}
-		_, err = take[*memory](uintptr(h), "registered memory")
+		_, err := take[*memory](uintptr(h), "registered memory")
 		return err
 	})
 }

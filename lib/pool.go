@@ -21,16 +21,6 @@ type pool struct {
 	session *session
 }
 
-// holdPool finds a pool and holds its session.
-func holdPool(h C.uintptr_t) (*pool, func(), error) {
-	p, err := find[*pool](uintptr(h), "pool")
-	if err != nil {
-		return nil, nil, err
-	}
-	release, err := p.session.hold()
-	return p, release, err
-}
-
 // geometry builds a geometry from flat arrays. Objects with the same runs share them.
 func geometry(o *C.struct_tuttifs_pool_options) (g stripe.Geometry, err error) {
 	objects, err := array(o.objects, C.uint64_t(o.object_count), "objects")
@@ -92,12 +82,7 @@ func poolSpec(o *C.struct_tuttifs_pool_options) (spec engine.PoolSpec, err error
 
 //export goPoolOpen
 func goPoolOpen(h C.uintptr_t, o *C.struct_tuttifs_pool_options, out *C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if out == nil {
 			return null("pool")
 		}
@@ -116,12 +101,7 @@ func goPoolOpen(h C.uintptr_t, o *C.struct_tuttifs_pool_options, out *C.uintptr_
 
 //export goPoolClose
 func goPoolClose(h C.uintptr_t, text *C.char) C.int {
-	return call(text, func() error {
-		_, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(_ *pool) error {
 		open := madeFrom[*layers](uintptr(h))
 		if _, err := take[*pool](uintptr(h), "pool"); err != nil {
 			return err
@@ -136,12 +116,7 @@ func goPoolClose(h C.uintptr_t, text *C.char) C.int {
 
 //export goPoolStats
 func goPoolStats(h C.uintptr_t, out *C.struct_tuttifs_pool_stats, text *C.char) C.int {
-	return call(text, func() error {
-		p, release, err := holdPool(h)
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onPool(h, text, func(p *pool) error {
 		if out == nil {
 			return null("stats")
 		}

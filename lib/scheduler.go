@@ -15,14 +15,7 @@ import (
 
 // onScheduler runs f with a session's scheduler.
 func onScheduler(h C.uintptr_t, text *C.char, f func(s *session, sched *gio.Scheduler) error) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
-		return f(s, s.Scheduler())
-	})
+	return onSession(h, text, func(s *session) error { return f(s, s.Scheduler()) })
 }
 
 //export goPrefill

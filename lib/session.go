@@ -23,26 +23,6 @@ type session struct {
 	closed bool
 }
 
-// hold keeps a session from being closed until the returned function is called.
-func (s *session) hold() (release func(), err error) {
-	s.mu.RLock()
-	if s.closed {
-		s.mu.RUnlock()
-		return nil, fmt.Errorf("%w: its session was closed", errHandle)
-	}
-	return s.mu.RUnlock, nil
-}
-
-// holdSession is hold for a session's handle.
-func holdSession(h uintptr) (*session, func(), error) {
-	s, err := find[*session](h, "session")
-	if err != nil {
-		return nil, nil, err
-	}
-	release, err := s.hold()
-	return s, release, err
-}
-
 //export goOpen
 func goOpen(path *C.char, out *C.uintptr_t, text *C.char) C.int {
 	return call(text, func() error {
@@ -170,12 +150,7 @@ func goSessionJoin(mount C.uintptr_t, token *C.uint8_t, o *C.struct_tuttifs_sess
 
 //export goSessionToken
 func goSessionToken(h C.uintptr_t, token *C.uint8_t, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if token == nil {
 			return null("token")
 		}
@@ -186,12 +161,7 @@ func goSessionToken(h C.uintptr_t, token *C.uint8_t, text *C.char) C.int {
 
 //export goSessionDescribe
 func goSessionDescribe(h C.uintptr_t, about *C.char, n C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if about == nil || n == 0 {
 			return null("text, or its room,")
 		}
@@ -203,12 +173,7 @@ func goSessionDescribe(h C.uintptr_t, about *C.char, n C.uint64_t, text *C.char)
 
 //export goSessionDMA
 func goSessionDMA(h C.uintptr_t, memory *C.uintptr_t, n *C.uint64_t, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if memory == nil || n == nil {
 			return null("memory or bytes")
 		}
@@ -220,12 +185,7 @@ func goSessionDMA(h C.uintptr_t, memory *C.uintptr_t, n *C.uint64_t, text *C.cha
 
 //export goSessionStats
 func goSessionStats(h C.uintptr_t, out *C.struct_tuttifs_session_stats, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if out == nil {
 			return null("stats")
 		}
@@ -249,12 +209,7 @@ func goSessionStats(h C.uintptr_t, out *C.struct_tuttifs_session_stats, text *C.
 
 //export goStoreStats
 func goStoreStats(h C.uintptr_t, out *C.struct_tuttifs_store_stats, text *C.char) C.int {
-	return call(text, func() error {
-		s, release, err := holdSession(uintptr(h))
-		if err != nil {
-			return err
-		}
-		defer release()
+	return onSession(h, text, func(s *session) error {
 		if out == nil {
 			return null("stats")
 		}
