@@ -98,6 +98,14 @@ type KernelQueue struct {
 	Phase          uint32 // of the entry at Head, 0 or 1 (polling kernel only); PhaseBad: quiesce the queue first
 	FirstID        uint32 // command id of the next command, modulo 2^16
 	LBAShift       uint32 // of units: 0 or 3
+	NSID           uint32 // namespace that commands are for
+	_              uint32
+}
+
+// KernelCount is what a chunk has on one drive.
+type KernelCount struct {
+	Commands uint32
+	Units    uint32 // that they move
 }
 
 // PhaseBad is the Phase of a queue that the polling kernel left with commands outstanding or after a completion that it
@@ -115,7 +123,7 @@ type BuildParams struct {
 	IOCTXs   uint64 // KernelIOCTX[]
 	Chunks   uint64 // KernelChunk[ChunkCount]
 	Queues   uint64 // KernelQueue[Lanes*Drives], [lane*Drives+drive]
-	Counts   uint64 // out: u32[ChunkCount*Drives], [chunk*Drives+drive]: commands of each chunk and drive
+	Counts   uint64 // out: KernelCount[ChunkCount*Drives], [chunk*Drives+drive]
 	Outcomes uint64 // u8[]: by IOCTX; written for refused ones only
 	Done     uint64 // u32, in pinned memory: the last block to end adds the number of all
 	Blocks   uint64 // u32, in device memory, 0: those that have ended

@@ -63,7 +63,11 @@ struct Chunk {
 
 struct Queue {
 	u64 sq, cq, sqTail, cqHead;
-	u32 mask, tail, head, phase, firstID, lbaShift;
+	u32 mask, tail, head, phase, firstID, lbaShift, nsid, zero;
+};
+
+struct Count {
+	u32 commands, units;
 };
 
 struct BuildParams {
@@ -72,7 +76,7 @@ struct BuildParams {
 	const Ioctx *ioctxs;
 	const Chunk *chunks;
 	const Queue *queues;
-	u32 *counts;
+	Count *counts;
 	u8 *outcomes;
 	u32 *done, *blocks;
 	u64 prpBase, prpDMA;
@@ -138,7 +142,8 @@ SIZE(Run, 16)
 SIZE(Tables, 64)
 SIZE(Cells, 16)
 SIZE(Chunk, 24)
-SIZE(Queue, 56)
+SIZE(Queue, 64)
+SIZE(Count, 8)
 SIZE(BuildParams, 176)
 SIZE(Sums, 48)
 SIZE(MoveParams, 176)
@@ -170,6 +175,8 @@ PLACE(Queue, sqTail, 16)
 PLACE(Queue, mask, 32)
 PLACE(Queue, phase, 44)
 PLACE(Queue, lbaShift, 52)
+PLACE(Queue, nsid, 56)
+PLACE(Count, units, 4)
 PLACE(BuildParams, ioctxs, 80)
 PLACE(BuildParams, outcomes, 112)
 PLACE(BuildParams, done, 120)
@@ -437,7 +444,7 @@ static __device__ void put(const Queue &q, u32 place, const Wire &w, const Ioctx
 		last = 0;
 	}
 	uint4 *sqe = reinterpret_cast<uint4 *>(q.sq) + u64(place & q.mask) * 4;
-	sqe[0] = make_uint4(head, 1, 0, 0); // namespace 1
+	sqe[0] = make_uint4(head, q.nsid, 0, 0);
 	sqe[1] = make_uint4(0, 0, u32(p.a), u32(p.a >> 32));
 	sqe[2] = make_uint4(u32(p.b), u32(p.b >> 32), u32(lba), u32(lba >> 32));
 	sqe[3] = make_uint4(last, 0, 0, 0);
@@ -480,13 +487,14 @@ static __device__ u64 cellOffset(const Cells &c, u32 k) { return u64(k / c.group
 
 struct BuildShared {
 	Chunk chunks[CHUNKS];
+	u32 units[CHUNKS]; // that the chunks' commands move
 	Ranks ranks;
 };
 
 // buildChunk writes the commands of one chunk that lie on the block's drive, from the one numbered made on, and returns
-// how many they are.
+// how many they are. The last barrier comes after all has been added to units.
 static __device__ u32 buildChunk(const BuildParams &p, BuildShared &s, u32 &turn, const Chunk &chunk, const Queue &q,
-	u32 drive, u32 made) {
+	u32 drive, u32 made, u32 &units) {
 
 	const Wire w = {p.prpBase, p.prpDMA, p.write != 0, p.sgl != 0};
 	const bool bounced = chunk.cells != 0;
@@ -511,6 +519,8 @@ static __device__ u32 buildChunk(const BuildParams &p, BuildShared &s, u32 &turn
 				if (mine && bounced && !ctx.flags) at = contiguous(w, chunk.cells + offset, e.bytes);
 			}
 		}
+		u32 moved = warpSum(mine && !ctx.flags ? e.bytes / UnitBytes : 0);
+		if (laneOf() == 0 && moved) atomicAdd(&units, moved);
 		u32 total, r = rank(s.ranks, turn, mine, total);
 		if (mine) put(q, q.tail + made + r, w, ctx, e, u16(q.firstID + made + r), at);
 		made += total;
@@ -527,13 +537,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) tuttifs_build(const __g
 		for (u32 c0 = 0; c0 < p.chunkCount; c0 += CHUNKS) {
 			u32 n = min(p.chunkCount - c0, u32(CHUNKS));
 			__syncthreads();
-			for (u32 c = threadIdx.x; c < n; c += blockDim.x) s.chunks[c] = p.chunks[c0 + c];
+			for (u32 c = threadIdx.x; c < n; c += blockDim.x) {
+				s.chunks[c] = p.chunks[c0 + c];
+				s.units[c] = 0;
+			}
 			__syncthreads();
 			for (u32 c = 0; c < n; c++) {
 				if (s.chunks[c].lane != lane) continue;
-				u32 count = buildChunk(p, s, turn, s.chunks[c], q, drive, made);
+				u32 count = buildChunk(p, s, turn, s.chunks[c], q, drive, made, s.units[c]);
 				made += count;
-				if (threadIdx.x == 0) p.counts[u64(c0 + c) * p.drives + drive] = count;
+				if (threadIdx.x == 0) p.counts[u64(c0 + c) * p.drives + drive] = Count{count, s.units[c]};
 			}
 		}
 	}

@@ -3,7 +3,6 @@ package engine
 import (
 	"fmt"
 	"os"
-	"path/filepath"
 	"testing"
 	"time"
 
@@ -14,40 +13,16 @@ import (
 	"tuttifs/gio"
 	"tuttifs/nvme/emu"
 	"tuttifs/nvme/nvmetest"
-	"tuttifs/nvme/vfio"
 )
 
 // ssdWay makes the daemon of a volume drive it by nvme/vfio, with virtual controllers for hardware, and allow engines
 // queue pairs of theirs.
 const ssdWay = emu.Backend("ssd")
 
-// useSSDs opens addresses as controllers before the drive files of a directory: 0000:0N:00.0 is drive N.
+// useSSDs has the daemon drive the drive files of a directory as SSDs.
 func useSSDs(o *daemon.Options, where string) (err error) {
-	o.Paths = []string{"0000:00:00.0", "0000:01:00.0", "0000:02:00.0"}
-	drive.OpenAddress = func(address string, options drive.Options) (drive.Drive, error) {
-		var n int
-		if _, err := fmt.Sscanf(address, "0000:%02d:00.0", &n); err != nil {
-			return nil, err
-		}
-		// The mount may try again; what it opened is left to the end of the process.
-		file, err := drive.Open(filepath.Join(where, fmt.Sprintf("drive%d", n)), drive.Options{NoLock: true})
-		if err != nil {
-			return nil, err
-		}
-		hardware, err := emu.New(emu.Config{Drive: file, SGL: n > 0, MDTS: 5, Queues: 16})
-		if err != nil {
-			return nil, err
-		}
-		transport := nvmetest.NewEmulated(hardware)
-		if err := transport.ShareDoorbells(); err != nil {
-			return nil, err
-		}
-		controller, err := vfio.Open(transport, vfio.Options{})
-		if err != nil {
-			return nil, err
-		}
-		return vfio.NewDrive(controller, 1, options)
-	}
+	o.Paths = nvmetest.Addresses(3)
+	drive.OpenAddress = nvmetest.SSDs(where)
 	o.Real, err = daemon.ParseTrust(fmt.Sprint(os.Geteuid()))
 	return err
 }
@@ -104,6 +79,42 @@ func TestMountReal(t *testing.T) {
 	again.restore(2, 0, other, false)
 }
 
+// TestGPUProcessRealPairs: a GPU builds commands for queue pairs of the SSDs themselves, whose doorbells the host
+// rings; and the session outlives its daemon.
+func TestGPUProcessRealPairs(t *testing.T) {
+	for _, k := range []gpuKind{{real: false}, {real: true}} {
+		t.Run(k.String(), func(t *testing.T) {
+			o := realMountOptions
+			o.GPU = k.options(t).GPU
+			o.DMABytes, o.StoreBytes = 32<<20, StoreLeast
+			v := newVolumeIn(t, "", 64<<20, ssdWay)
+			gpu := newUser(t, v, o, nil)
+			require.Contains(t, gpu.session.Describe(), "GPU ring on device")
+			require.Contains(t, gpu.session.Describe(), "real queue pairs of all drives: 3 lanes on 3 drives, ")
+			keys, items := chain(1, 20)
+			gpu.storeFromDevice(1, keys, items)
+			gpu.restoreToDevice(2, 0, keys)
+			gpu.restore(3, 1, keys, true)
+			cpu := newUser(t, v, mountOptions, nil)
+			cpu.restore(1, 1, keys, false)
+			more, moreItems := chain(2, 9)
+			cpu.store(2, more, moreItems, true)
+			gpu.restoreToDevice(4, 1, more)
+			v.kill()
+			require.Eventually(t, func() bool {
+				_, err := gpu.session.Ring().Issue(false, gpu.pool.Map(), nil)
+				return err != nil
+			}, 15*time.Second, 10*time.Millisecond)
+			_, err := gpu.session.Ring().Issue(false, gpu.pool.Map(), nil)
+			require.ErrorIs(t, err, gio.ErrDead)
+			_ = gpu.session.Close()
+			v.start()
+			again := newUser(t, v, o, nil)
+			again.restoreToDevice(1, 1, keys)
+		})
+	}
+}
+
 // TestMountRealIsRefused: a mount gives nobody queue pairs of its own accord, and has none where it drives no SSD.
 func TestMountRealIsRefused(t *testing.T) {
 	v := newVolume(t)
@@ -114,7 +125,7 @@ func TestMountRealIsRefused(t *testing.T) {
 	require.ErrorIs(t, err, ErrInvalid)
 	require.ErrorContains(t, err, "mount -o real=")
 	gpu := realMountOptions
-	gpu.GPU = &GPUOptions{}
+	gpu.GPU = &GPUOptions{Polling: true}
 	_, err = m.NewSession(gpu)
 	require.ErrorIs(t, err, ErrInvalid)
 }

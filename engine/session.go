@@ -36,7 +36,7 @@ type SessionOptions struct {
 	GPU           *GPUOptions   // nil: the CPU executor
 	// Real asks for queue pairs of the SSDs themselves, where the mount allows it (-o real) and its daemon drives them by
 	// VFIO; other drives stay mediated. Nothing checks the commands then: no block may be committed that was not written
-	// whole. The CPU executor alone uses them.
+	// whole. The polling executor has none.
 	Real      bool
 	Scheduler SchedulerOptions
 }
@@ -74,8 +74,8 @@ func (o SessionOptions) validate() error {
 		o.ChunkCommands < 0 || o.StoreBytes < 0 {
 		return fmt.Errorf("%w: negative session option", ErrInvalid)
 	}
-	if o.Real && o.GPU != nil && !o.GPU.Auto {
-		return fmt.Errorf("%w: queue pairs of the SSDs themselves are for the CPU executor", ErrInvalid)
+	if o.Real && o.GPU != nil && o.GPU.Polling {
+		return fmt.Errorf("%w: the polling executor has no queue pairs of the SSDs themselves", ErrInvalid)
 	}
 	if g := o.GPU; g != nil && (g.StagingBytes < 0 || g.PollSMs < 0) {
 		return fmt.Errorf("%w: negative GPU option", ErrInvalid)
@@ -243,10 +243,6 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 		if err := s.gpu.open(o.GPU); err != nil {
 			return nil, err
 		}
-	}
-	if o.Real && s.gpu.context != nil {
-		return nil, errors.Join(fmt.Errorf("%w: queue pairs of the SSDs themselves are for the CPU executor", ErrInvalid),
-			s.gpu.close(nil))
 	}
 	o = o.withDefaults(s.gpu.context != nil)
 	if err := o.allowed(&m.hello); err != nil {

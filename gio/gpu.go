@@ -130,10 +130,17 @@ func (c *GPUConfig) validate() error {
 		return fmt.Errorf("%w: pieces of %d bytes, less than 4 GiB are possible", ErrInvalid, c.MoveBytes)
 	case c.Polling && c.StoreBytes > 0:
 		return fmt.Errorf("%w: the polling executor has no store buffer", ErrInvalid)
+	case c.Polling && slices.ContainsFunc(c.Lanes, hasDevice):
+		return fmt.Errorf("%w: the polling executor does not ring doorbells of SSDs themselves", ErrInvalid)
 	case c.StagingBytes > 0 && c.StagingBytes < 2*pageBytes:
 		return fmt.Errorf("%w: staging of %d bytes, two pages are the least", ErrInvalid, c.StagingBytes)
 	}
 	return nil
+}
+
+// hasDevice says whether an SSD serves any queue of a lane itself.
+func hasDevice(lane []Queue) bool {
+	return slices.ContainsFunc(lane, func(q Queue) bool { return q.Device })
 }
 
 func orDefault(v *int, d int) {

@@ -121,7 +121,7 @@ type batchMemory struct {
 	ctxs     []IOCTX
 	chunks   []cuda.KernelChunk // as built: lanes' cells
 	moved    []cuda.KernelChunk // as harvested or gathered: staging, in the order of launches
-	counts   []uint32           // [chunk*drives+drive]
+	counts   []cuda.KernelCount // [chunk*drives+drive]
 	outcomes []uint8
 	statuses []uint16 // polling only
 	active   []uint32 // of a layer
@@ -139,7 +139,7 @@ func (b *batchMemory) carve(c *carver, s *batchSizes) {
 	b.ctxs, b.ctxsGPU = carve[IOCTX](c, s.ctxs)
 	b.chunks, b.chunksGPU = carve[cuda.KernelChunk](c, s.chunks)
 	b.moved, b.movedGPU = carve[cuda.KernelChunk](c, s.chunks)
-	b.counts, b.countsGPU = carve[uint32](c, s.chunks*s.drives)
+	b.counts, b.countsGPU = carve[cuda.KernelCount](c, s.chunks*s.drives)
 	b.outcomes, b.outcomesGPU = carve[uint8](c, s.ctxs)
 	b.statuses, b.statusesGPU = carve[uint16](c, s.statuses)
 	b.offsets, b.offsetsGPU = carve[uint32](c, s.group)

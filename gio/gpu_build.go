@@ -255,7 +255,7 @@ func (th *ioThread) launchBuild(t *gpuTicket, from, to int, now int64) error {
 			x.queues[i*drives+d] = cuda.KernelQueue{
 				SQ: l.addresses[d].sq, CQ: l.addresses[d].cq, Mask: q.mask,
 				Tail: l.next(d), FirstID: uint32(q.firstID) + q.count + l.built[d],
-				LBAShift: uint32(q.lbaShift),
+				LBAShift: uint32(q.lbaShift), NSID: q.namespace,
 			}
 		}
 	}
@@ -263,7 +263,7 @@ func (th *ioThread) launchBuild(t *gpuTicket, from, to int, now int64) error {
 	*p = cuda.BuildParams{
 		Tables: t.tables.tables, Cells: t.cells, IOCTXs: t.memory.ctxsGPU,
 		Chunks:   t.memory.chunksGPU + uint64(from)*uint64(unsafe.Sizeof(cuda.KernelChunk{})),
-		Counts:   t.memory.countsGPU + uint64(4*from*drives),
+		Counts:   t.memory.countsGPU + uint64(from*drives)*uint64(unsafe.Sizeof(cuda.KernelCount{})),
 		Outcomes: t.memory.outcomesGPU, Queues: x.queuesGPU, Done: x.doneGPU, Blocks: x.blocks,
 		PRPBase: g.prp.base, PRPDMA: g.prp.dma,
 		ChunkCount: uint32(to - from), Lanes: uint32(len(g.lanes)), Drives: uint32(drives),
@@ -303,8 +303,8 @@ func (th *ioThread) built(t *gpuTicket, from, to int) {
 		l.unbuilt -= c.count
 		c.commands, c.ready = 0, true
 		for d, n := range t.memory.counts[i*drives : (i+1)*drives] {
-			l.built[d] += n
-			c.commands += n
+			l.built[d] += n.Commands
+			c.commands += n.Commands
 		}
 		if t.write && c.gathered == gatherNone && (c.direct && t.sums.Seeds == 0 || c.commands == 0) {
 			c.gathered = gatherDone

@@ -292,11 +292,15 @@ func (p *pins) close(g *GPU) {
 	p.pins = nil
 }
 
-// queueBytes is the memory of a queue pair, from its doorbells to its last entry, as a whole: see nvme.MapQueue.
+// queueBytes is the memory of a queue pair, from its doorbells to its last entry, as a whole: see nvme.MapQueue. Where
+// the doorbells are a device's registers it is that of the entries: the host rings, and no kernel.
 func queueBytes(q *Queue) []byte {
 	m := &q.Memory
-	start := min(uintptr(unsafe.Pointer(m.SQTail)), uintptr(unsafe.Pointer(m.CQHead)),
-		uintptr(unsafe.Pointer(&m.SQ[0])), uintptr(unsafe.Pointer(&m.CQ[0]))) &^ (pageBytes - 1)
+	start := min(uintptr(unsafe.Pointer(&m.SQ[0])), uintptr(unsafe.Pointer(&m.CQ[0])))
+	if !q.Device {
+		start = min(start, uintptr(unsafe.Pointer(m.SQTail)), uintptr(unsafe.Pointer(m.CQHead)))
+	}
+	start &^= pageBytes - 1
 	last := unsafe.Pointer(&m.CQ[len(m.CQ)-1])
 	end := uintptr(last) + unsafe.Sizeof(m.CQ[0])
 	return unsafe.Slice((*byte)(unsafe.Add(last, -int(uintptr(last)-start))), int(end-start))

@@ -119,8 +119,10 @@ func (l *gpuLane) attach(queues []Queue) error {
 		base -= uint64(uintptr(unsafe.Pointer(&b[0])))
 		a.sq = base + uint64(uintptr(unsafe.Pointer(&m.SQ[0])))
 		a.cq = base + uint64(uintptr(unsafe.Pointer(&m.CQ[0])))
-		a.sqTail = base + uint64(uintptr(unsafe.Pointer(m.SQTail)))
-		a.cqHead = base + uint64(uintptr(unsafe.Pointer(m.CQHead)))
+		if !queues[d].Device { // a polling kernel rings them, which has no queue of a device's
+			a.sqTail = base + uint64(uintptr(unsafe.Pointer(m.SQTail)))
+			a.cqHead = base + uint64(uintptr(unsafe.Pointer(m.CQHead)))
+		}
 		l.queues[d].attach(&queues[d])
 	}
 	return nil
@@ -178,7 +180,8 @@ func (l *gpuLane) begin(now int64) {
 	l.active, c.lane = c, l
 	for d := range l.queues {
 		q := &l.queues[d]
-		q.count = c.t.memory.counts[c.index*len(l.queues)+d]
+		has := c.t.memory.counts[c.index*len(l.queues)+d]
+		q.count, q.units = has.Commands, has.Units
 		l.built[d] -= q.count
 	}
 	if c.commands == 0 {

@@ -138,7 +138,7 @@ func (th *ioThread) launchRun(r *pollRun, now int64) error {
 			q, a := &l.queues[d], &l.addresses[d]
 			r.queues[i*drives+d] = cuda.KernelQueue{
 				SQ: a.sq, CQ: a.cq, SQTail: a.sqTail, CQHead: a.cqHead, Mask: q.mask, Tail: q.tail, Head: q.head,
-				Phase: q.phase, FirstID: uint32(q.firstID), LBAShift: uint32(q.lbaShift),
+				Phase: q.phase, FirstID: uint32(q.firstID), LBAShift: uint32(q.lbaShift), NSID: q.namespace,
 			}
 		}
 	}

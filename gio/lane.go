@@ -57,6 +57,7 @@ type laneQueue struct {
 	// the next chunk's.
 	firstID uint16
 	count   uint32 // commands of the chunk
+	units   uint32 // that they move
 	arrived bool
 	slots   []command
 }
@@ -178,10 +179,12 @@ func (l *lane) build(t *ringTicket, index int) (fits bool, err error) {
 	q.slots[q.count] = command{index: uint32(index), cell: cell}
 	if q.count == 0 {
 		l.pending++
+		q.units = 0
 	}
 	q.count++
 	l.commands++
 	if ctx.Flags == 0 {
+		q.units += units
 		l.payload += uint64(t.m.objects[ctx.Object].bytes)
 	}
 	return true, nil

@@ -105,6 +105,10 @@ int tuttifs_close(tuttifs_mount_t mount);
 #define TUTTIFS_NO_BUDGET 32u       /* as much of either is in flight as there is */
 #define TUTTIFS_READS_NOT_FIRST 64u /* deferred writes do not wait for reads */
 #define TUTTIFS_ANY_SLACK_TABLE 128u /* with slack_table: also one of another machine, or of a model with another cache */
+/* Queue pairs of the SSDs themselves, where the mount gives this user any (-o real) and drives them by VFIO; the other
+ * drives' stay mediated, and tuttifs_session_describe says which are. Without the mount's leave TUTTIFS_EINVAL. Nothing
+ * checks the commands then: commit no block that was not written whole. Not with TUTTIFS_POLLING. */
+#define TUTTIFS_REAL 256u
 
 /* Zero fields take defaults: those of the CPU executor / of the GPU. */
 struct tuttifs_session_options {

@@ -22,6 +22,7 @@ import (
 	"tuttifs/engine"
 	"tuttifs/extentmap"
 	"tuttifs/gio"
+	"tuttifs/nvme/nvmetest"
 )
 
 // run runs a tool and fails with what it said.
@@ -55,6 +56,19 @@ func needMount(t *testing.T) {
 // newMount formats three drives and mounts them until the test ends.
 func newMount(t *testing.T) string {
 	t.Helper()
+	return newMountOf(t, daemon.Options{})
+}
+
+// newMountOfSSDs has virtual controllers for hardware, and gives everybody queue pairs of theirs.
+func newMountOfSSDs(t *testing.T) string {
+	t.Helper()
+	trust, err := daemon.ParseTrust("on")
+	require.NoError(t, err)
+	return newMountOf(t, daemon.Options{Paths: nvmetest.Addresses(3), Real: trust})
+}
+
+func newMountOf(t *testing.T, o daemon.Options) string {
+	t.Helper()
 	needMount(t)
 	dir := t.TempDir()
 	var drives []drive.Drive
@@ -75,10 +89,15 @@ func newMount(t *testing.T) string {
 	require.NoError(t, os.Mkdir(filepath.Join(dir, "run"), 0o700))
 	ctx, cancel := context.WithCancel(context.Background())
 	ready, ended := make(chan struct{}), make(chan error, 1)
-	go func() {
-		ended <- daemon.Run(ctx, daemon.Options{Paths: []string{filepath.Join(dir, "drive0")}, Dir: mount,
-			SocketDir: filepath.Join(dir, "run"), Ready: func() { close(ready) }})
-	}()
+	o.Dir, o.SocketDir, o.Ready = mount, filepath.Join(dir, "run"), func() { close(ready) }
+	if o.Paths == nil {
+		o.Paths = []string{filepath.Join(dir, "drive0")}
+	} else {
+		before := drive.OpenAddress
+		drive.OpenAddress = nvmetest.SSDs(dir)
+		t.Cleanup(func() { drive.OpenAddress = before })
+	}
+	go func() { ended <- daemon.Run(ctx, o) }()
 	select {
 	case <-ready:
 	case err := <-ended:
@@ -96,6 +115,18 @@ func newMount(t *testing.T) string {
 	return mount
 }
 
+// describeInPython opens sessions with the package for Python, which say whose queue pairs they have.
+const describeInPython = `
+import sys
+sys.path.insert(0, "../python")
+import tuttifs
+with tuttifs.Store(sys.argv[1]) as store:
+    with store.session(real=True, lanes=2, depth=64, dma_bytes=96 << 20) as session:
+        assert "real queue pairs of all drives: 2 lanes on 3 drives" in session.describe(), session.describe()
+    with store.session(lanes=2, depth=64, dma_bytes=96 << 20) as session:
+        assert "mediated: 2 lanes on 3 drives" in session.describe(), session.describe()
+`
+
 // TestC builds the library as make lib does, and C programs that use it on a real mount.
 func TestC(t *testing.T) {
 	gcc := compiler(t, "gcc")
@@ -111,6 +142,12 @@ func TestC(t *testing.T) {
 			run(t, program, mount)
 		})
 	}
+	t.Run("real queue pairs", func(t *testing.T) {
+		mount := newMountOfSSDs(t)
+		run(t, filepath.Join(dir, "roundtrip"), mount, "real")
+		t.Setenv("TUTTIFS_LIBRARY", filepath.Join(dir, "libtuttifs.so"))
+		run(t, python(t, "ctypes"), "-B", "-c", describeInPython, mount)
+	})
 }
 
 // TestInstalled builds the example against what make install-lib installs, and runs it twice.

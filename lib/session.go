@@ -51,7 +51,7 @@ func goClose(mount C.uintptr_t, text *C.char) C.int {
 
 // sessionFlags are those that there are.
 const sessionFlags = C.TUTTIFS_GPU | C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING | C.TUTTIFS_STORE_REFUSE |
-	C.TUTTIFS_NO_SCHEDULER | C.TUTTIFS_NO_BUDGET | C.TUTTIFS_READS_NOT_FIRST | C.TUTTIFS_ANY_SLACK_TABLE
+	C.TUTTIFS_NO_SCHEDULER | C.TUTTIFS_NO_BUDGET | C.TUTTIFS_READS_NOT_FIRST | C.TUTTIFS_ANY_SLACK_TABLE | C.TUTTIFS_REAL
 
 // gpuFlags are those that mean something with a GPU only.
 const gpuFlags = C.TUTTIFS_GPU_AUTO | C.TUTTIFS_POLLING
@@ -92,6 +92,7 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 	if o.slack_table != nil {
 		e.Scheduler.Table = C.GoString(o.slack_table)
 	}
+	e.Real = o.flags&C.TUTTIFS_REAL != 0
 	if o.flags&C.TUTTIFS_STORE_REFUSE != 0 {
 		e.StorePolicy = gio.StoreRefuse
 	}

@@ -91,7 +91,7 @@ func (w *world) where(address uint64) string {
 		return ""
 	}
 	s := name("done", w.done, 4) + name("outcomes", w.outcomes, uint64(w.count)) +
-		name("counts", w.counts, uint64(4*w.chunks*w.drives)) + name("sums", w.sums.Sums, uint64(w.count)*8+64)
+		name("counts", w.counts, uint64(8*w.chunks*w.drives)) + name("sums", w.sums.Sums, uint64(w.count)*8+64)
 	for i := range w.flat {
 		s += name(fmt.Sprintf("flat[%d]", i), w.flat[i].base, w.flat[i].bytes)
 	}

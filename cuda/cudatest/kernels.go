@@ -22,9 +22,6 @@ func Kernels() map[string]func(grid, block uint32, params unsafe.Pointer) {
 	}
 }
 
-// namespace is the only one that queue pairs of a drive address.
-const namespace = 1
-
 const (
 	pageBytes = nvme.PageBytes
 	pageShift = 12
@@ -254,7 +251,7 @@ func (b *builder) command(sqe *nvme.SQE, ctx *cuda.KernelIOCTX, e extent, q *cud
 
 	if ctx.Flags == flagFlush && b.write {
 		var made nvme.SQE
-		nvme.BuildFlush(&made, cid, namespace)
+		nvme.BuildFlush(&made, cid, q.NSID)
 		publish(sqe, &made)
 		return cuda.OutcomeOK
 	}
@@ -266,7 +263,7 @@ func (b *builder) command(sqe *nvme.SQE, ctx *cuda.KernelIOCTX, e extent, q *cud
 		return cuda.OutcomeMemory
 	}
 	var made nvme.SQE
-	nvme.BuildRW(&made, b.write, cid, namespace, e.unit<<q.LBAShift, e.bytes/unitBytes<<q.LBAShift)
+	nvme.BuildRW(&made, b.write, cid, q.NSID, e.unit<<q.LBAShift, e.bytes/unitBytes<<q.LBAShift)
 	switch {
 	case cell == 0:
 		ok = b.direct(&made, &m, e.bytes, e.payload)
@@ -313,7 +310,7 @@ func buildQueue(p *cuda.BuildParams, b *builder, lane, drive uint32) {
 		if chunk.Lane != lane {
 			continue
 		}
-		before := made
+		before, units := made, uint32(0)
 		for k := range chunk.Count {
 			i := uint64(chunk.First + k)
 			ctx := at[cuda.KernelIOCTX](p.IOCTXs, i)
@@ -335,8 +332,11 @@ func buildQueue(p *cuda.BuildParams, b *builder, lane, drive uint32) {
 				continue
 			}
 			made++
+			if ctx.Flags == 0 {
+				units += e.bytes / unitBytes
+			}
 		}
-		*at[uint32](p.Counts, uint64(c*p.Drives+drive)) = made - before
+		*at[cuda.KernelCount](p.Counts, uint64(c*p.Drives+drive)) = cuda.KernelCount{Commands: made - before, Units: units}
 	}
 }
 

@@ -284,7 +284,7 @@ func (w *world) makeIOCTXs() {
 		first += n
 	}
 	w.chunks, w.chunksAt = uint32(len(chunks)), put(w, chunks)
-	w.counts = put(w, make([]uint32, w.chunks*w.drives))
+	w.counts = put(w, make([]cuda.KernelCount, w.chunks*w.drives))
 }
 
 func (w *world) makeQueues() {
@@ -293,7 +293,8 @@ func (w *world) makeQueues() {
 		queues[i] = cuda.KernelQueue{
 			SQ: w.alloc(queueDepth*nvme.SQEBytes, pageBytes), CQ: w.alloc(queueDepth*nvme.CQEBytes, pageBytes),
 			Mask: queueDepth - 1, Tail: w.random.Uint32N(queueDepth), FirstID: w.random.Uint32N(1 << 16),
-			LBAShift: 3 * w.random.Uint32N(2), SQTail: w.alloc(128, 128), CQHead: w.alloc(128, 128),
+			LBAShift: 3 * w.random.Uint32N(2), NSID: 1 + w.random.Uint32N(3),
+			SQTail: w.alloc(128, 128), CQHead: w.alloc(128, 128),
 		}
 		*at[uint32](queues[i].SQTail, 0), *at[uint32](queues[i].CQHead, 0) = 0, 0
 		clear(bytesAt(queues[i].CQ, queueDepth*nvme.CQEBytes))

@@ -126,10 +126,12 @@ static void register_blocks(struct rank *r)
 	CHECK(none == NULL);
 }
 
+static uint32_t flags; /* of all sessions */
+
 static void join(struct rank *r, uint16_t number, const char *path, const uint8_t *token)
 {
-	struct tuttifs_session_options options = {.size = sizeof options, .lanes = 2, .depth = 64, .dma_bytes = 8 << 20,
-	    .bounce_bytes = 1 << 20, .deadline_ms = 20000};
+	struct tuttifs_session_options options = {.size = sizeof options, .flags = flags, .lanes = 2, .depth = 64,
+	    .dma_bytes = 8 << 20, .bounce_bytes = 1 << 20, .deadline_ms = 20000};
 	*r = (struct rank){.number = number};
 	OK(tuttifs_open(path, &r->mount));
 	if (number == 1) /* one rank stores by way of a store buffer */
@@ -138,6 +140,9 @@ static void join(struct rank *r, uint16_t number, const char *path, const uint8_
 		OK(tuttifs_session_join(r->mount, token, &options, &r->session));
 	else
 		OK(tuttifs_session_create(r->mount, &options, &r->session));
+	char about[512];
+	OK(tuttifs_session_describe(r->session, about, sizeof about));
+	CHECK(!!strstr(about, "real queue pairs of all drives") == (flags == TUTTIFS_REAL));
 	open_pool(r, "pool");
 	register_blocks(r);
 }
@@ -444,7 +449,8 @@ static void refusals(struct rank *r)
 	REFUSED(TUTTIFS_ENOENT, tuttifs_commit(r->pool, 70, ranks, 2));
 	OK(tuttifs_reserve(r->pool, 0, 70, &item, 1, TUTTIFS_PARTIAL, &lease, &n));
 	CHECK(n == 1 && lease.status == TUTTIFS_LEASE_NEW);
-	REFUSED(TUTTIFS_ENODATA, tuttifs_commit(r->pool, 70, ranks, 2)); /* nothing was written */
+	if (!flags) /* else nobody knows */
+		REFUSED(TUTTIFS_ENODATA, tuttifs_commit(r->pool, 70, ranks, 2)); /* nothing was written */
 	OK(tuttifs_abort(r->pool, 70)); /* rank 1 was not asked */
 	REFUSED(TUTTIFS_ENOENT, tuttifs_abort(r->pool, 70));
 	REFUSED(TUTTIFS_EINVAL, tuttifs_layers_open(r->pool, 0, 0, &lease, 1, NULL, NULL, NULL));
@@ -503,6 +509,11 @@ static void options(tuttifs_mount_t mount)
 	CHECK(strstr(tuttifs_last_error(), "the mount gives a process at most"));
 	o.store_bytes = 0, o.flags = TUTTIFS_STORE_REFUSE;
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+	o.flags = TUTTIFS_REAL;
+	if (!flags) {
+		REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
+		CHECK(strstr(tuttifs_last_error(), "mount -o real="));
+	}
 	o.flags = 0, o.slack_table = "/proc/no such table";
 	REFUSED(TUTTIFS_EINVAL, tuttifs_session_create(mount, &o, &none));
 	o.slack_table = "/proc/version"; /* a file, and no table */
@@ -561,8 +572,9 @@ static void forks(struct rank *r, const char *path)
 
 int main(int argc, char **argv)
 {
-	if (argc != 2)
+	if (argc != 2 && (argc != 3 || strcmp(argv[2], "real")))
 		return 2;
+	flags = argc == 3 ? TUTTIFS_REAL : 0;
 	CHECK(tuttifs_version() >> 16 == TUTTIFS_LIB_MAJOR);
 	CHECK(tuttifs_last_error()[0] == 0);
 	tuttifs_mount_t mount = NULL;

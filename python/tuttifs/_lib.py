@@ -16,7 +16,7 @@ MAJOR = 1
 NATIVE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_native")  # what a wheel brings along
 
 GPU, GPU_AUTO, POLLING = 1, 2, 4  # flags of sessions
-STORE_REFUSE, NO_SCHEDULER, NO_BUDGET, READS_NOT_FIRST, ANY_SLACK_TABLE = 8, 16, 32, 64, 128
+STORE_REFUSE, NO_SCHEDULER, NO_BUDGET, READS_NOT_FIRST, ANY_SLACK_TABLE, REAL = 8, 16, 32, 64, 128, 256
 STORE = 1  # of layers
 PARTIAL = 1  # of reservations
 PADDED = 1  # of host memory

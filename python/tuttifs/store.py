@@ -76,7 +76,9 @@ class Store(Closing):
             store_bytes as in include/libtuttifs.h; 0 or left out for the defaults. slack_table: the path of a table
             that the scheduler begins with, refused if it is of another machine or of a model with another cache than a
             pool's. Switches, True or left out: store_refuse, no_scheduler, no_budget, reads_not_first, any_slack_table
-            (takes such a table all the same; `describe` says what differs).
+            (takes such a table all the same; `describe` says what differs); real, for queue pairs of the SSDs themselves
+            where the mount gives this user any (`-o real`): `describe` says of which drives, and the others' stay
+            mediated.
         """
         return Session(self, None, _device(device, auto, polling), options)
 
@@ -160,7 +162,7 @@ def _device(device: Any, auto: bool, polling: bool) -> Dict[str, Any]:
 NUMBERS = {"lanes", "depth", "dma_bytes", "bounce_bytes", "staging_bytes", "arena_bytes", "chunk_commands",
            "deadline_ms", "store_bytes"}
 SWITCHES = {"store_refuse": _lib.STORE_REFUSE, "no_scheduler": _lib.NO_SCHEDULER, "no_budget": _lib.NO_BUDGET,
-            "reads_not_first": _lib.READS_NOT_FIRST, "any_slack_table": _lib.ANY_SLACK_TABLE}
+            "reads_not_first": _lib.READS_NOT_FIRST, "any_slack_table": _lib.ANY_SLACK_TABLE, "real": _lib.REAL}
 
 
 class Session(Closing, Scheduled):
