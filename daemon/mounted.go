@@ -10,6 +10,7 @@ import (
 	"tuttifs/drive"
 	"tuttifs/drivemodel"
 	"tuttifs/extentmap"
+	"tuttifs/lifetime"
 	"tuttifs/phase"
 )
 
@@ -95,20 +96,22 @@ func readAs(k phase.Kind, d drive.Drive, p []byte, off int64) error {
 
 func writeAs(k phase.Kind, d drive.Drive, p []byte, off int64) error {
 	if m, ok := d.(*mountedDrive); ok {
-		return m.write(k, p, off)
+		return m.write(k, lifetime.Normal, p, off)
 	}
 	return d.WriteAt(p, off)
 }
 
-func (m *mountedDrive) ReadAt(p []byte, off int64) error  { return m.read(phase.Metadata, p, off) }
-func (m *mountedDrive) WriteAt(p []byte, off int64) error { return m.write(phase.Metadata, p, off) }
+func (m *mountedDrive) ReadAt(p []byte, off int64) error { return m.read(phase.Metadata, p, off) }
+func (m *mountedDrive) WriteAt(p []byte, off int64) error {
+	return m.write(phase.Metadata, lifetime.Metadata, p, off)
+}
 
 func (m *mountedDrive) read(k phase.Kind, p []byte, off int64) error {
 	return m.during(k, phase.Read, len(p), func() error { return m.Drive.ReadAt(p, off) })
 }
 
-func (m *mountedDrive) write(k phase.Kind, p []byte, off int64) error {
-	return m.during(k, phase.Write, len(p), func() error { return m.Drive.WriteAt(p, off) })
+func (m *mountedDrive) write(k phase.Kind, c lifetime.Class, p []byte, off int64) error {
+	return m.during(k, phase.Write, len(p), func() error { return drive.WriteFor(m.Drive, c, p, off) })
 }
 
 // WriteZeroes and Discard are writes of no bytes.

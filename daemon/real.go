@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/ioctl"
+	"tuttifs/lifetime"
 	"tuttifs/nvme"
 	"tuttifs/nvme/vfio"
 )
@@ -123,8 +124,28 @@ func (m *member) shareBells(d, fd int, offset int64, fds *descriptors) error {
 	at := ioctl.BellsOffset + d*int(unsafe.Sizeof(ioctl.DriveBells{}))
 	*(*ioctl.DriveBells)(unsafe.Pointer(&m.shared.queues[at])) = ioctl.DriveBells{
 		Offset: uint64(first), Bytes: uint32(last - first), NSID: own.Namespace().ID}
+	at = ioctl.PlacementOffset + d*int(unsafe.Sizeof(ioctl.DrivePlacement{}))
+	*(*ioctl.DrivePlacement)(unsafe.Pointer(&m.shared.queues[at])) = placementOf(own)
 	return nil
 }
+
+// placementOf is the directive that an engine's writes to a drive carry.
+func placementOf(own *vfio.Drive) (p ioctl.DrivePlacement) {
+	for c := range lifetime.Classes {
+		kind, specific := own.Directive(c)
+		p.Type, p.Specific[c] = uint16(kind), specific
+	}
+	return p
+}
+
+// The ABI numbers what the store expects.
+var (
+	_ = [1]struct{}{}[ioctl.LifetimeNormal-lifetime.Normal]
+	_ = [1]struct{}{}[ioctl.LifetimeMetadata-lifetime.Metadata]
+	_ = [1]struct{}{}[ioctl.LifetimeShort-lifetime.Short]
+	_ = [1]struct{}{}[ioctl.LifetimeLong-lifetime.Long]
+	_ = [1]struct{}{}[ioctl.Lifetimes-lifetime.Classes]
+)
 
 // mapReal makes the memory reachable at one address for all.
 func (m *member) mapReal(controllers []*vfio.Controller) error {

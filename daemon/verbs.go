@@ -159,7 +159,7 @@ func putGrants(out []ioctl.Grant, grants []gpufile.Grant) {
 	for i := range grants {
 		g := &grants[i]
 		out[i] = ioctl.Grant{Slot: g.Slot, Status: uint8(g.Status), Tokens: g.Tokens, Generation: g.Generation,
-			Seed: g.Seed}
+			Seed: g.Seed, Lifetime: uint8(g.Life)}
 	}
 }
 

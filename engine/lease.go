@@ -283,7 +283,22 @@ func (p *Pool) reserve(tenant uint32, reserve uint64, items []Item, partial bool
 	if err != nil {
 		return 0, err
 	}
-	return n, p.follow(generation)
+	if err := p.follow(generation); err != nil {
+		return n, err
+	}
+	p.expect(grants[:n])
+	return n, nil
+}
+
+// expect notes how long what is to be written will probably stay.
+func (p *Pool) expect(grants []Grant) {
+	slots := p.extents.Load().Slots()
+	for i := range grants {
+		g := &grants[i]
+		if (g.Status == ioctl.GrantNew || g.Status == ioctl.GrantJoined) && uint64(g.Slot) < slots {
+			p.lives.Set(g.Slot, g.Lifetime)
+		}
+	}
 }
 
 func (p *Pool) reserveLocked(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (

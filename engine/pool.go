@@ -11,6 +11,7 @@ import (
 	"tuttifs/checksum"
 	"tuttifs/gio"
 	"tuttifs/ioctl"
+	"tuttifs/lifetime"
 	"tuttifs/stripe"
 )
 
@@ -37,6 +38,7 @@ type Pool struct {
 	refresh sync.Mutex // one refresh at a time
 	extents atomic.Pointer[gio.Map]
 	word    atomic.Uint64 // the session's map word when the map was fetched
+	lives   gio.Lifetimes
 
 	mu    sync.Mutex
 	parts map[uint64]int // batches of a pin or reservation that did not fit one call
@@ -183,6 +185,7 @@ func (p *Pool) fetchMap() error {
 		if err != nil {
 			return err
 		}
+		m.SetLifetimes(&p.lives)
 		p.extents.Store(m)
 		p.word.Store(word)
 		return explain(p.control.verbs.MapAck(&ioctl.MapAck{Target: p.target, MapGeneration: generation}))
@@ -278,6 +281,7 @@ type Grant struct {
 	Tokens     uint32
 	Generation uint64
 	Seed       checksum.Seed
+	Lifetime   lifetime.Class // of what is to be written
 }
 
 // grantBytes is the size of an ioctl.Grant.
@@ -290,6 +294,7 @@ func parseGrants(b []byte, grants []Grant) {
 		grants[i] = Grant{
 			Slot: binary.LittleEndian.Uint32(e), Tokens: binary.LittleEndian.Uint32(e[4:]),
 			Generation: binary.LittleEndian.Uint64(e[8:]), Seed: checksum.Seed(e[16:32]), Status: e[32],
+			Lifetime: lifetime.Class(e[33]),
 		}
 	}
 }

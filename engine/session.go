@@ -345,6 +345,8 @@ func (s *Session) lane(l int) ([]gio.Queue, error) {
 		if tail != nil {
 			lane[d].Memory.SQTail, lane[d].Memory.CQHead = tail, head
 			lane[d].Device, lane[d].Namespace = true, s.attach.DriveBells(d).NSID
+			place := s.attach.DrivePlacement(d)
+			lane[d].Directive = gio.Directive{Type: uint8(place.Type), Specific: place.Specific}
 		}
 	}
 	return lane, nil

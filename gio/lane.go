@@ -50,6 +50,7 @@ type laneQueue struct {
 	lbaShift       uint8 // of units: 0 or 3
 	device         bool  // doorbells are registers
 	namespace      uint32
+	directive      Directive
 	tail, head     uint32
 	phase          uint32 // of the entry at head
 
@@ -78,6 +79,7 @@ func (q *laneQueue) attach(c *Queue) {
 		sq: c.Memory.SQ, cq: c.Memory.CQ, sqTail: c.Memory.SQTail, cqHead: c.Memory.CQHead,
 		mask: uint32(depth - 1), lbaShift: uint8(bits.TrailingZeros(uint(pageBytes / c.LBABytes))), phase: 1,
 		firstID: q.firstID, slots: make([]command, depth), device: c.Device, namespace: max(c.Namespace, 1),
+		directive: c.Directive,
 	}
 }
 
@@ -166,6 +168,9 @@ func (l *lane) build(t *ringTicket, index int) (fits bool, err error) {
 			return fits, err
 		}
 		nvme.BuildRW(sqe, t.write, cid, q.namespace, unit<<q.lbaShift, units<<q.lbaShift)
+		if t.write && q.directive.Type != 0 {
+			sqe.SetDirective(q.directive.Type, q.directive.Specific[t.m.lifetime(ctx.Slot)])
+		}
 		if l.ring.config.SGL {
 			sqe.SetSGLDescriptor(nvme.MakeSGL(nvme.SGLDataBlock, address, n))
 		} else {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math"
 
+	"tuttifs/lifetime"
 	"tuttifs/stripe"
 )
 
@@ -42,6 +43,7 @@ type Map struct {
 	slotsPerRow uint32
 	slotUnits   uint64
 	generation  uint64
+	lives       *Lifetimes // nil: nothing is known
 }
 
 // NewMap builds the tables. Rows may come in any order and with gaps.
@@ -139,6 +141,22 @@ func (m *Map) ObjectBytes(object uint16) uint32 {
 		return 0
 	}
 	return m.objects[object].bytes
+}
+
+// Slots is the number behind the highest slot that a row of the map could have.
+func (m *Map) Slots() uint64 {
+	return uint64(len(m.entries)) / uint64(m.width) * uint64(m.slotsPerRow)
+}
+
+// SetLifetimes says what is expected of slots that are written, before anybody else has the map.
+func (m *Map) SetLifetimes(t *Lifetimes) { m.lives = t }
+
+// lifetime is what is expected of a slot that is written.
+func (m *Map) lifetime(slot uint32) lifetime.Class {
+	if m.lives == nil {
+		return lifetime.Normal
+	}
+	return m.lives.of(slot)
 }
 
 func (m *Map) Layout() *stripe.Layout { return m.layout }

@@ -17,7 +17,8 @@ type Queue struct {
 	Drive     uint16
 	LBABytes  int
 	Namespace uint32 // that its commands are for; 0 means 1
-	Device    bool   // the doorbells are registers of an SSD, not memory
+	Directive Directive
+	Device    bool // the doorbells are registers of an SSD, not memory
 }
 
 // RingConfig of an executor.

@@ -5,6 +5,7 @@ import (
 	"sync/atomic"
 
 	"tuttifs/extentmap"
+	"tuttifs/lifetime"
 )
 
 // A lease is a session's hold on one slot: for reading, or for writing. Commands are checked against leases by many
@@ -305,7 +306,8 @@ func (ses *session) unlease(l *lease) {
 type Access struct {
 	Slot  uint32
 	Index uint32 // what the command covers: accessWrite and so on
-	Ref   any    // *lease
+	Life  lifetime.Class
+	Ref   any // *lease
 }
 
 // Bits of Access.Index below the object's number in the upper half.
@@ -353,6 +355,9 @@ func (m *Member) Authorize(write bool, driveIndex uint16, unit uint64, units uin
 	if l.key.Load() != key {
 		l.leave(m.ses)
 		return Access{}, false
+	}
+	if write {
+		a.Life = l.file.life
 	}
 	a.Ref = l
 	return a, true

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"tuttifs/checksum"
+	"tuttifs/lifetime"
 	"tuttifs/wear"
 )
 
@@ -16,6 +17,7 @@ type Grant struct {
 	Tokens     uint32
 	Generation uint64
 	Seed       checksum.Seed
+	Life       lifetime.Class // of what is to be written
 }
 
 type GrantStatus uint8

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tuttifs/extentmap"
+	"tuttifs/lifetime"
 )
 
 // ReserveItem is one file to be stored.
@@ -55,6 +56,7 @@ type reservation struct {
 type resFile struct {
 	slot       uint32
 	status     GrantStatus // as given to who reserved first
+	life       lifetime.Class
 	nonce      uint64
 	generation uint64
 	written    []atomic.Uint64 // a bit for every object; nil when nobody writes
@@ -487,6 +489,7 @@ func (r *reservation) grant() {
 		}
 		f.nonce, f.generation = r.ses.s.v.NextGeneration()
 		item := at / len(r.g.pools)
+		f.life = r.lifetime(item, at%len(r.g.pools))
 		p.pending[r.items[item].Key] = pendingFile{r: r, file: item}
 		p.nodes.s[f.slot] = node{meta: flagReserved}
 		p.reserved++
@@ -529,7 +532,7 @@ func (r *reservation) fill(m *Member, grants []Grant) {
 		it := &r.items[at/width]
 		g := Grant{Slot: none, Status: f.status, Tokens: it.Tokens}
 		if f.status == GrantNew {
-			g.Slot, g.Generation = f.slot, f.generation
+			g.Slot, g.Generation, g.Life = f.slot, f.generation, f.life
 			g.Seed = p.seed(r.tenant, &it.Key, f.nonce, f.generation)
 			if m != r.members[0] {
 				g.Status = GrantJoined

@@ -289,9 +289,19 @@ struct tuttifs_grant {
 	uint64_t generation;
 	uint8_t seed[16]; /* of the slot's checksums */
 	uint8_t status; /* Grant* */
-	uint8_t reserved[7];
+	uint8_t lifetime; /* Lifetime*, of what is to be written */
+	uint8_t reserved[6];
 };
 TUTTIFS_SIZE(tuttifs_grant, 40);
+
+/* TUTTIFS_LIFETIMES: how long what is written will probably stay, compared with what is written at
+ * the same time. Whoever writes by an SSD's own queue pairs looks the directive up in
+ * DrivePlacement. */
+#define TUTTIFS_LIFETIME_NORMAL 0
+#define TUTTIFS_LIFETIME_METADATA 1 /* the daemon's own; no grant has it */
+#define TUTTIFS_LIFETIME_SHORT 2
+#define TUTTIFS_LIFETIME_LONG 3
+#define TUTTIFS_LIFETIMES 4
 
 /* struct tuttifs_pin leases the longest present prefix of keys for reading. A second PIN with one
  * request id answers the same, for all processes of the session, until it is released. One that
@@ -597,6 +607,7 @@ TUTTIFS_SIZE(tuttifs_attach_reply, 384);
 #define TUTTIFS_TICKET_WORD 256 /* u32: counted up, and woken as a futex, when a ticket of this process finishes */
 #define TUTTIFS_COUNTERS_OFFSET 1024 /* struct tuttifs_engine_counters, written by the engine */
 #define TUTTIFS_BELLS_OFFSET 2048 /* struct tuttifs_drive_bells of each drive, written by the daemon before the reply */
+#define TUTTIFS_PLACEMENT_OFFSET 3072 /* DrivePlacement of each drive, written by the daemon before the reply */
 #define TUTTIFS_HEARTBEAT_MILLISECONDS 100
 #define TUTTIFS_SESSION_LIVE 1
 #define TUTTIFS_SESSION_CLOSED 2

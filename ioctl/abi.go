@@ -295,8 +295,19 @@ type Grant struct {
 	Generation uint64
 	Seed       [16]byte // of the slot's checksums
 	Status     uint8    // Grant*
-	Reserved   [7]uint8
+	Lifetime   uint8    // Lifetime*, of what is to be written
+	Reserved   [6]uint8
 }
+
+// Lifetimes: how long what is written will probably stay, compared with what is written at the same time. Whoever
+// writes by an SSD's own queue pairs looks the directive up in DrivePlacement.
+const (
+	LifetimeNormal   = 0
+	LifetimeMetadata = 1 // the daemon's own; no grant has it
+	LifetimeShort    = 2
+	LifetimeLong     = 3
+	Lifetimes        = 4
+)
 
 // Pin leases the longest present prefix of keys for reading. A second PIN with one request id answers the same, for all
 // processes of the session, until it is released. One that finds nothing keeps nothing: the next may find something.

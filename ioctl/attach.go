@@ -93,6 +93,8 @@ const (
 	CountersOffset = 1024 // EngineCounters, written by the engine
 	BellsOffset    = 2048 // DriveBells of each drive, written by the daemon before the reply
 
+	PlacementOffset = 3072 // DrivePlacement of each drive, written by the daemon before the reply
+
 	HeartbeatMilliseconds = 100
 
 	SessionLive   = 1
@@ -106,6 +108,15 @@ type DriveBells struct {
 	Offset uint64 // to map the drive's descriptor at
 	Bytes  uint32 // to map: whole pages
 	NSID   uint32 // namespace that commands are for
+}
+
+// DrivePlacement lies at PlacementOffset of the session page, for one drive after the other: the directive that Writes
+// to a drive with DriveBells carry, so that the SSD keeps apart what goes at different times. Zero: none.
+type DrivePlacement struct {
+	_        structs.HostLayout
+	Type     uint16            // directive type, for CDW12; 0 for none
+	Specific [Lifetimes]uint16 // directive specific value, for CDW13, by lifetime
+	Reserved [3]uint16         // zero
 }
 
 // PairBells lie at PairOffset of the queue block of a drive with DriveBells: offsets of the pair's doorbells in what

@@ -189,6 +189,11 @@ func (a *Attachment) DriveBells(d int) DriveBells {
 	return *(*DriveBells)(unsafe.Pointer(&a.Queues[BellsOffset+d*int(unsafe.Sizeof(DriveBells{}))]))
 }
 
+// DrivePlacement is the directive of Writes by the d-th drive's own queue pairs.
+func (a *Attachment) DrivePlacement(d int) DrivePlacement {
+	return *(*DrivePlacement)(unsafe.Pointer(&a.Queues[PlacementOffset+d*int(unsafe.Sizeof(DrivePlacement{}))]))
+}
+
 // Bells are the doorbells of a lane's queue pair on the d-th drive, which are registers; nil where the daemon's virtual
 // controller serves the queue. They stay until Close, wherever Silence leaves what is written to them.
 func (a *Attachment) Bells(lane, d int) (sqTail, cqHead *uint32, err error) {

@@ -114,6 +114,10 @@ var (
 	_ [120]byte  = [unsafe.Sizeof(AttachRequest{})]byte{}
 	_ [384]byte  = [unsafe.Sizeof(AttachReply{})]byte{}
 
+	// Both fit the session page.
+	_ [SessionPageBytes - PlacementOffset]byte = [DrivesMax * unsafe.Sizeof(DrivePlacement{})]byte{}
+	_ [PlacementOffset - BellsOffset]byte      = [DrivesMax * unsafe.Sizeof(DriveBells{})]byte{}
+
 	_ [8]byte  = [unsafe.Offsetof(Hello{}.UUID)]byte{}
 	_ [16]byte = [unsafe.Offsetof(Pin{}.Keys)]byte{}
 	_ [32]byte = [unsafe.Offsetof(Pin{}.Grants)]byte{}

@@ -58,7 +58,9 @@ type IdentifyController struct {
 	UNVMCAP   [16]byte
 	_         [8]byte
 	KAS       uint16
-	_         [190]byte
+	_         [18]byte
+	ENDGIDMAX uint16 // highest endurance group
+	_         [170]byte
 	SQES      uint8 // required in bits 3:0, maximum in 7:4, powers of two
 	CQES      uint8
 	MAXCMD    uint16
@@ -84,6 +86,7 @@ type IdentifyController struct {
 
 // Bits of CTRATT, OACS, LPA, FNA, ONCS, VWC and SGLS that are used.
 const (
+	CTRATTGroups     = 1 << 4  // endurance groups
 	CTRATTFDP        = 1 << 19 // Flexible Data Placement
 	OACSFormat       = 1 << 1
 	LPASMARTPerNS    = 1 << 0
@@ -164,6 +167,7 @@ var (
 	_ = [1]struct{}{}[unsafe.Offsetof(IdentifyController{}.OACS)-256]
 	_ = [1]struct{}{}[unsafe.Offsetof(IdentifyController{}.TNVMCAP)-280]
 	_ = [1]struct{}{}[unsafe.Offsetof(IdentifyController{}.KAS)-320]
+	_ = [1]struct{}{}[unsafe.Offsetof(IdentifyController{}.ENDGIDMAX)-340]
 	_ = [1]struct{}{}[unsafe.Offsetof(IdentifyController{}.SQES)-512]
 	_ = [1]struct{}{}[unsafe.Offsetof(IdentifyController{}.VWC)-525]
 	_ = [1]struct{}{}[unsafe.Offsetof(IdentifyController{}.SGLS)-536]

@@ -1,7 +1,6 @@
 package nvme
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"structs"
@@ -135,86 +134,6 @@ func ParseErrorLog(b []byte) (entries []ErrorLogEntry, err error) {
 		entries = append(entries, e)
 	}
 	return entries, nil
-}
-
-// FDPStats is the FDP Statistics log of an endurance group (Base 2.1 figure 285): bytes since the group exists.
-type FDPStats struct {
-	_            structs.HostLayout
-	HostWritten  [2]uint64 // with metadata, without padding
-	MediaWritten [2]uint64 // whoever asked for it
-	MediaErased  [2]uint64
-	_            [16]byte
-}
-
-// FDPStatsBytes is its size.
-const FDPStatsBytes = 64
-
-var _ = [1]struct{}{}[unsafe.Sizeof(FDPStats{})-FDPStatsBytes]
-
-// ParseFDPStats decodes the log.
-func ParseFDPStats(b []byte) (l FDPStats, err error) {
-	if len(b) < FDPStatsBytes {
-		return l, fmt.Errorf("%w: FDP statistics of %d bytes, %d are defined", ErrLog, len(b), FDPStatsBytes)
-	}
-	copy(wire(&l), b)
-	return l, nil
-}
-
-// Amplification is the write amplification of the group's life, or 0 when nothing was written.
-func (l *FDPStats) Amplification() float64 {
-	if host := Uint128(l.HostWritten); host > 0 {
-		return Uint128(l.MediaWritten) / host
-	}
-	return 0
-}
-
-// FDPConfig is one configuration of an endurance group (Base 2.1 figure 279).
-type FDPConfig struct {
-	Valid        bool
-	Groups       uint32 // reclaim groups
-	Handles      uint16 // reclaim unit handles
-	PlacementIDs uint32 // a namespace may use at most
-	Namespaces   uint32
-	UnitBytes    uint64 // nominal size of a reclaim unit
-	HandleTypes  []uint8
-}
-
-const (
-	fdpHeaderBytes = 16
-	fdpConfigBytes = 64 // of a descriptor, before its handles
-	fdpHandleBytes = 4
-)
-
-// ParseFDPConfigs decodes the FDP Configurations log: a header, and descriptors of various sizes.
-func ParseFDPConfigs(b []byte) (configs []FDPConfig, err error) {
-	le := binary.LittleEndian
-	if len(b) < fdpHeaderBytes {
-		return nil, fmt.Errorf("%w: FDP configurations of %d bytes, %d are a header", ErrLog, len(b), fdpHeaderBytes)
-	}
-	if size := le.Uint32(b[4:]); size < fdpHeaderBytes || uint64(size) > uint64(len(b)) {
-		return nil, fmt.Errorf("%w: FDP configurations of %d bytes say that they are %d", ErrLog, len(b), size)
-	}
-	n := int(le.Uint16(b)) + 1 // zero-based
-	b = b[fdpHeaderBytes:le.Uint32(b[4:])]
-	for i := range n {
-		if len(b) < fdpConfigBytes {
-			return nil, fmt.Errorf("%w: FDP configuration %d of %d is cut off", ErrLog, i, n)
-		}
-		c := FDPConfig{
-			Valid: b[2]>>7 != 0, Groups: le.Uint32(b[4:]), Handles: le.Uint16(b[8:]),
-			PlacementIDs: uint32(le.Uint16(b[10:])) + 1, Namespaces: le.Uint32(b[12:]), UnitBytes: le.Uint64(b[16:]),
-		}
-		size, least := int(le.Uint16(b)), fdpConfigBytes+int(c.Handles)*fdpHandleBytes
-		if size < least || size > len(b) {
-			return nil, fmt.Errorf("%w: FDP configuration %d has %d bytes, its %d handles take %d of %d",
-				ErrLog, i, size, c.Handles, least, len(b))
-		}
-		for h := range int(c.Handles) {
-			c.HandleTypes = append(c.HandleTypes, b[fdpConfigBytes+h*fdpHandleBytes])
-		}
-		configs, b = append(configs, c), b[size:]
-	}
-	return configs, nil
 }
 
 // AppendBinary appends the log's 512 bytes.

@@ -40,8 +40,10 @@ const (
 	IOReservationReg     = 0x0d
 	IOReservationReport  = 0x0e
 	IOReservationAcquire = 0x11
+	IOManageReceive      = 0x12
 	IOReservationRelease = 0x15
 	IOCopy               = 0x19
+	IOManageSend         = 0x1d
 )
 
 // Controller or Namespace Structure of Identify (Base 2.0 figure 273).

@@ -88,7 +88,8 @@ func TestParityTypes(t *testing.T) {
 	add("nvme_id_ctrl", map[string]uintptr{
 		"ssvid": unsafe.Offsetof(c.SSVID), "sn": unsafe.Offsetof(c.SN), "mn": unsafe.Offsetof(c.MN),
 		"fr": unsafe.Offsetof(c.FR), "rab": unsafe.Offsetof(c.RAB), "mdts": unsafe.Offsetof(c.MDTS),
-		"cntlid": unsafe.Offsetof(c.CNTLID), "ver": unsafe.Offsetof(c.VER), "ctratt": unsafe.Offsetof(c.CTRATT),
+		"endgidmax": unsafe.Offsetof(c.ENDGIDMAX),
+		"cntlid":    unsafe.Offsetof(c.CNTLID), "ver": unsafe.Offsetof(c.VER), "ctratt": unsafe.Offsetof(c.CTRATT),
 		"cntrltype": unsafe.Offsetof(c.CNTRLTYPE), "crdt1": unsafe.Offsetof(c.CRDT),
 		"oacs": unsafe.Offsetof(c.OACS), "acl": unsafe.Offsetof(c.ACL), "aerl": unsafe.Offsetof(c.AERL),
 		"lpa": unsafe.Offsetof(c.LPA), "elpe": unsafe.Offsetof(c.ELPE), "wctemp": unsafe.Offsetof(c.WCTEMP),

@@ -51,6 +51,7 @@ const (
 	WriteProtected      Status = 0x020
 	CommandInterrupted  Status = 0x021
 	TransientTransport  Status = 0x022
+	FDPDisabled         Status = 0x029
 	LBAOutOfRange       Status = 0x080
 	CapacityExceeded    Status = 0x081
 	NamespaceNotReady   Status = 0x082
@@ -102,7 +103,8 @@ var statusNames = map[Status]string{
 	AtomicUnitExceeded: "atomic write unit exceeded", OperationDenied: "operation denied",
 	SGLOffsetInvalid: "SGL offset invalid", SGLGranularity: "SGL data block granularity invalid",
 	WriteProtected: "namespace is write protected", CommandInterrupted: "command interrupted",
-	TransientTransport: "transient transport error", LBAOutOfRange: "LBA out of range",
+	TransientTransport: "transient transport error",
+	FDPDisabled:        "flexible data placement is disabled", LBAOutOfRange: "LBA out of range",
 	CapacityExceeded: "capacity exceeded", NamespaceNotReady: "namespace not ready",
 	ReservationConflict: "reservation conflict", FormatInProgress: "format in progress",
 	CQInvalid: "completion queue invalid", QueueIDInvalid: "invalid queue identifier",

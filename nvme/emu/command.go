@@ -15,6 +15,7 @@ const (
 	doWrite
 	doZeroes
 	doDiscard
+	doManage // the placement of data; done when it is decoded
 )
 
 // command is one fetched command. It lives in its queue's table and never moves; exactly one of the queue's free list,
@@ -101,6 +102,10 @@ func (c *command) decode() nvme.Status {
 	e, ct := &c.sqe, c.queue.controller
 	switch e.Opcode {
 	case nvme.IOFlush, nvme.IOWrite, nvme.IORead, nvme.IOWriteZeroes, nvme.IODSM:
+	case nvme.IOManageReceive, nvme.IOManageSend:
+		if ct.flash == nil {
+			return nvme.InvalidOpcode | dnr
+		}
 	default:
 		return nvme.InvalidOpcode | dnr
 	}
@@ -110,7 +115,8 @@ func (c *command) decode() nvme.Status {
 	if e.NSID != 1 && (e.Opcode != nvme.IOFlush || e.NSID != nvme.NSIDBroadcast) {
 		return nvme.InvalidNamespace | dnr
 	}
-	if ct.cfg.ReadOnly && e.Opcode != nvme.IORead && e.Opcode != nvme.IOFlush {
+	changes := e.Opcode != nvme.IORead && e.Opcode != nvme.IOFlush && e.Opcode != nvme.IOManageReceive
+	if ct.cfg.ReadOnly && changes {
 		return nvme.WriteProtected | dnr
 	}
 	switch e.Opcode {
@@ -126,6 +132,9 @@ func (c *command) decode() nvme.Status {
 	case nvme.IODSM:
 		c.kind = doDiscard
 		return c.decodeDSM()
+	case nvme.IOManageReceive, nvme.IOManageSend:
+		c.kind = doManage
+		return c.manage()
 	}
 	c.kind = doFlush
 	return nvme.Success
@@ -153,7 +162,11 @@ func (c *command) place(lba, blocks uint64) (byteRange, nvme.Status) {
 
 func (c *command) decodeRW() nvme.Status {
 	e, ct := &c.sqe, c.queue.controller
-	if e.CDW12&rwReserved != 0 {
+	reserved := rwReserved
+	if kind, _ := e.Directive(); c.kind == doWrite && ct.flash != nil && kind == nvme.DirectivePlacement {
+		reserved &^= nvme.RWDirective
+	}
+	if e.CDW12&reserved != 0 {
 		return nvme.InvalidField | dnr
 	}
 	blocks := uint64(e.Blocks())

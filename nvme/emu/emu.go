@@ -21,6 +21,7 @@ import (
 
 	"tuttifs/drive"
 	"tuttifs/drivemodel"
+	"tuttifs/lifetime"
 	"tuttifs/nvme"
 	"tuttifs/phase"
 )
@@ -45,8 +46,9 @@ type Memory interface {
 // Access is what Authority granted: opaque to the controller.
 type Access struct {
 	Slot  uint32
-	Index uint32 // authority's own
-	Ref   any    // must be a pointer type, so that no allocation happens
+	Index uint32         // authority's own
+	Life  lifetime.Class // how long what is written will probably stay
+	Ref   any            // must be a pointer type, so that no allocation happens
 }
 
 // Authority decides about each I/O command. lba and n are in 4-KiB units of the drive, whatever its LBA size; unaligned
@@ -81,6 +83,8 @@ type Config struct {
 	// Medium models a drive: reads and writes complete when it says so, or when they are done if that is later. Whoever
 	// else uses the drive may share it. nil is as fast as the backend.
 	Medium *drivemodel.Medium
+	// Placement models the flash below the namespace, and lets writes say what goes together; nil for neither.
+	Placement *Placement
 	// Phase keeps reads and writes apart. All who use the drive share it. nil lets them mix.
 	Phase *phase.Token
 }
@@ -97,6 +101,7 @@ type Controller struct {
 	blocks   uint64 // namespace size
 	dataMax  uint32 // bytes of one command
 	memAlign uintptr
+	flash    *flash // nil without Placement
 
 	faults       atomic.Pointer[func(*nvme.SQE) *Fault]
 	writeThrough atomic.Bool // the volatile write cache is disabled by feature 06h
@@ -160,6 +165,12 @@ func New(c Config) (*Controller, error) {
 	ct.blocks = uint64(c.Drive.Size()) >> ct.lbaShift
 	if c.Drive.Direct() {
 		ct.memAlign = uintptr(lba)
+	}
+	if c.Placement != nil {
+		var err error
+		if ct.flash, err = newFlash(*c.Placement, c.Drive.Size()); err != nil {
+			return nil, err
+		}
 	}
 	if ct.bytes != nil && ct.fd >= 0 {
 		ct.written = newPages(len(ct.bytes))

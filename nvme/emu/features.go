@@ -73,6 +73,9 @@ func (a *admin) setQueues(c *command) nvme.Status {
 func (a *admin) getFeatures(c *command) nvme.Status {
 	e, f := &c.sqe, &a.features
 	id := e.CDW10 & 0xff
+	if id == nvme.FeatureFDP {
+		return a.getPlacement(c)
+	}
 	if id >= 16 || featuresKnown>>id&1 == 0 {
 		return nvme.InvalidField | dnr
 	}

@@ -71,6 +71,9 @@ func (c *Controller) identifyController() nvme.IdentifyController {
 	if c.cfg.SGL {
 		id.SGLS = nvme.SGLSSupported | nvme.SGLSBitBucket
 	}
+	if c.flash != nil {
+		id.CTRATT, id.ENDGIDMAX = nvme.CTRATTGroups|nvme.CTRATTFDP, fdpGroup
+	}
 	nvme.PadASCII(id.SN[:], c.serial())
 	nvme.PadASCII(id.MN[:], "tuttifs virtual controller")
 	nvme.PadASCII(id.FR[:], "1")
@@ -94,6 +97,9 @@ func (c *Controller) identifyNamespace() nvme.IdentifyNamespace {
 	}
 	if c.cfg.ReadOnly {
 		id.NSATTR = nvme.NSWriteProtect
+	}
+	if c.flash != nil {
+		id.ENDGID = fdpGroup
 	}
 	// Preferred write granularity: an allocation unit, in blocks, zero-based; NSFEAT bit 4 says that it is given.
 	id.NSFEAT = 1 << 4

@@ -63,7 +63,7 @@ func (c *Controller) smart() nvme.SMARTLog {
 // firmwareLogBytes is the size of the Firmware Slot Information log (Base 2.0 figure 208).
 const firmwareLogBytes = 512
 
-// getLog answers the error, SMART / health and firmware slot logs.
+// getLog answers the error, SMART / health and firmware slot logs, and those of the placement of data.
 func (a *admin) getLog(c *command) nvme.Status {
 	e := &c.sqe
 	length := 4 * ((uint64(e.CDW11&0xffff)<<16 | uint64(e.CDW10>>16)) + 1)
@@ -84,6 +84,14 @@ func (a *admin) getLog(c *command) nvme.Status {
 		log = make([]byte, firmwareLogBytes)
 		log[0] = 1                    // slot 1 is active
 		nvme.PadASCII(log[8:16], "1") // its revision
+	case nvme.LogFDPConfig, nvme.LogFDPStats:
+		if a.c.flash == nil {
+			return nvme.LogPageInvalid | dnr
+		}
+		if e.CDW11>>16 != fdpGroup {
+			return nvme.InvalidField | dnr
+		}
+		log = a.c.flash.log(uint8(e.CDW10))
 	default:
 		return nvme.LogPageInvalid | dnr
 	}

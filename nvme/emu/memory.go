@@ -15,13 +15,14 @@ import (
 // Inline is the way to a drive whose bytes can be addressed: the poller copies.
 const Inline Backend = "memory"
 
-// inline says whether the poller serves the command itself: transfers of such drives, and what asks for nothing. Ranges
+// inline says whether the poller serves the command itself: transfers of such drives, and what asks the drive for
+// nothing. Ranges
 // go to workers even there, since they may be as long as the namespace.
 func (c *command) inline() bool {
 	if c.kind == doZeroes || c.kind == doDiscard {
 		return len(c.ranges) == 0
 	}
-	return c.queue.backend == Inline
+	return c.queue.backend == Inline || c.kind == doManage
 }
 
 // serveMemory moves a read or write between the drive's bytes and the executor; no flush has anything to do there. It

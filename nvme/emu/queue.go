@@ -339,6 +339,9 @@ func (q *Queue) count(c *command) {
 		q.controller.log.add(q.id, &c.sqe, c.status)
 		return
 	}
+	if f := q.controller.flash; f != nil {
+		f.count(c)
+	}
 	switch c.kind {
 	case doRead:
 		s.Reads++

@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
+	"tuttifs/lifetime"
 	"tuttifs/nvme"
 )
 
@@ -249,9 +250,17 @@ func (c *command) serveTransfer(bounce *[]byte) error {
 
 func (c *command) plain(b []byte) error {
 	if c.kind == doWrite {
-		return c.queue.controller.drive.WriteAt(b, c.off)
+		return drive.WriteFor(c.queue.controller.drive, c.life(), b, c.off)
 	}
 	return c.queue.controller.drive.ReadAt(b, c.off)
+}
+
+// life is what the authority expects of what is written.
+func (c *command) life() lifetime.Class {
+	if len(c.grants) == 0 {
+		return lifetime.Normal
+	}
+	return c.grants[0].Life
 }
 
 func (c *command) gather(b []byte) {

@@ -182,6 +182,21 @@ func (c *Controller) HasFDP() bool {
 	return id.CTRATT&nvme.CTRATTFDP != 0
 }
 
+// FDPState is the feature of Flexible Data Placement (Base 2.1 figure 421) of an endurance group.
+type FDPState struct {
+	Enabled bool
+	Config  uint8 // index of the configuration
+}
+
+// FDPFeature reads whether an endurance group's Flexible Data Placement is on.
+func (c *Controller) FDPFeature(group uint16) (FDPState, error) {
+	var e nvme.SQE
+	nvme.BuildGetFeature(&e, 0, 0, nvme.FeatureFDP)
+	e.CDW11 = uint32(group)
+	v, err := c.admin.Do(e)
+	return FDPState{Enabled: v&1 != 0, Config: uint8(v >> 8)}, err
+}
+
 // FDPStats reads the statistics of an endurance group whose Flexible Data Placement is on.
 func (c *Controller) FDPStats(group uint16) (nvme.FDPStats, error) {
 	b := make([]byte, nvme.FDPStatsBytes)
@@ -191,11 +206,20 @@ func (c *Controller) FDPStats(group uint16) (nvme.FDPStats, error) {
 	return nvme.ParseFDPStats(b)
 }
 
+// fdpConfigsMax is the longest list of configurations that is read.
+const fdpConfigsMax = 1 << 20
+
 // FDPConfigs reads the configurations that an endurance group can have.
 func (c *Controller) FDPConfigs(group uint16) ([]nvme.FDPConfig, error) {
 	b := make([]byte, PageBytes)
 	if err := c.ReadLog(nvme.LogFDPConfig, 0, group, b); err != nil {
 		return nil, err
+	}
+	if n := nvme.FDPConfigsBytes(b); n > len(b) && n <= fdpConfigsMax {
+		b = make([]byte, (n+3)&^3)
+		if err := c.ReadLog(nvme.LogFDPConfig, 0, group, b); err != nil {
+			return nil, err
+		}
 	}
 	return nvme.ParseFDPConfigs(b)
 }

@@ -8,6 +8,7 @@ import (
 	"sync"
 
 	"tuttifs/drive"
+	"tuttifs/lifetime"
 	"tuttifs/nvme"
 )
 
@@ -31,6 +32,7 @@ type Drive struct {
 	write bool
 	mem   *Buffer
 	cells chan cell
+	place placement
 	end   func() error // gives back what the drive was opened with
 
 	life  sync.RWMutex // held shared by every access, exclusively by Close
@@ -70,6 +72,9 @@ func NewDrive(c *Controller, nsid uint32, o drive.Options) (*Drive, error) {
 	}
 	if err := d.makeCells(); err != nil {
 		return nil, errors.Join(err, d.q.Close())
+	}
+	if err := d.findPlacement(); err != nil {
+		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
 }
@@ -169,9 +174,12 @@ func (d *Drive) span(c *cell, n int, off int64) (start int64, skip, span int) {
 	return start, skip, int(min((int64(skip)+int64(n)+align-1)&^(align-1), int64(len(c.b))))
 }
 
-func (d *Drive) transfer(c *cell, write bool, start int64, n int) error {
+func (d *Drive) transfer(c *cell, write bool, start int64, n int, class lifetime.Class) error {
 	var e nvme.SQE
 	nvme.BuildRW(&e, write, 0, d.ns.ID, uint64(start)>>d.ns.LBAShift, uint32(n>>d.ns.LBAShift))
+	if id, ok := d.place.id(class); ok && write {
+		e.SetDirective(nvme.DirectivePlacement, id)
+	}
 	c.point(&e, n)
 	return d.do(e)
 }
@@ -189,7 +197,7 @@ func (d *Drive) ReadAt(p []byte, off int64) error {
 	defer func() { d.cells <- c }()
 	for rest, at := p, off; len(rest) > 0; {
 		start, skip, span := d.span(&c, len(rest), at)
-		if err := d.transfer(&c, false, start, span); err != nil {
+		if err := d.transfer(&c, false, start, span, lifetime.Normal); err != nil {
 			return d.errorf("read", off, int64(len(p)), err)
 		}
 		n := copy(rest, c.b[skip:span])
@@ -199,19 +207,10 @@ func (d *Drive) ReadAt(p []byte, off int64) error {
 }
 
 // WriteAt stores p; volatile until Flush.
-func (d *Drive) WriteAt(p []byte, off int64) error {
-	if err := d.enter("write", off, int64(len(p)), true); err != nil {
-		return err
-	}
-	defer d.life.RUnlock()
-	if err := d.store(p, off); err != nil {
-		return d.errorf("write", off, int64(len(p)), err)
-	}
-	return nil
-}
+func (d *Drive) WriteAt(p []byte, off int64) error { return d.WriteFor(lifetime.Normal, p, off) }
 
 // store writes. Blocks that are written in part are read first.
-func (d *Drive) store(p []byte, off int64) error {
+func (d *Drive) store(class lifetime.Class, p []byte, off int64) error {
 	if len(p) == 0 {
 		return nil
 	}
@@ -229,14 +228,15 @@ func (d *Drive) store(p []byte, off int64) error {
 		start, skip, span := d.span(&c, len(p), off)
 		n := min(len(p), span-skip)
 		if skip != 0 || skip+n < span {
-			if err := d.transfer(&c, false, start, span); err != nil {
+			if err := d.transfer(&c, false, start, span, class); err != nil {
 				return err
 			}
 		}
 		copy(c.b[skip:], p[:n])
-		if err := d.transfer(&c, true, start, span); err != nil {
+		if err := d.transfer(&c, true, start, span, class); err != nil {
 			return err
 		}
+		d.place.bytes[class].Add(uint64(span))
 		p, off = p[n:], off+int64(n)
 	}
 	return nil
@@ -360,7 +360,7 @@ func (d *Drive) storeZeroes(off, n int64) error {
 	zeroes := make([]byte, min(n, cellBytes))
 	for n > 0 {
 		k := min(n, int64(len(zeroes)))
-		if err := d.store(zeroes[:k], off); err != nil {
+		if err := d.store(lifetime.Normal, zeroes[:k], off); err != nil {
 			return err
 		}
 		off, n = off+k, n-k
@@ -374,8 +374,12 @@ func (d *Drive) ReadLog(page uint8, p []byte) error {
 		return err
 	}
 	defer d.life.RUnlock()
-	err := d.c.ReadLog(page, nvme.NSIDBroadcast, 0, p)
-	for _, none := range []nvme.Status{nvme.LogPageInvalid, nvme.InvalidField, nvme.InvalidOpcode} {
+	nsid, group := uint32(nvme.NSIDBroadcast), uint16(0)
+	if page == nvme.LogFDPStats { // of the endurance group
+		nsid, group = 0, d.ns.Group
+	}
+	err := d.c.ReadLog(page, nsid, group, p)
+	for _, none := range []nvme.Status{nvme.LogPageInvalid, nvme.InvalidField, nvme.InvalidOpcode, nvme.FDPDisabled} {
 		if errors.Is(err, none) {
 			return fmt.Errorf("drive %s: %w: %w", d.name, drive.ErrNoLog, err)
 		}
