@@ -1,6 +1,7 @@
 package daemon
 
 import (
+	"bytes"
 	"encoding/json"
 	"os"
 	"slices"
@@ -269,6 +270,12 @@ func TestLifeOfAFile(t *testing.T) {
 	c.store(a, pool, 1, n)
 	peek := ioctl.Peek{Target: pool, Keys: keys(a, n+1)}
 	require.Zero(t, issue(c, ioctl.CmdPeek, &peek, 0))
+	present := ioctl.Present{Target: pool, Keys: peek.Keys, Present: ioctl.Span{Offset: grantSpan.Offset, Bytes: n + 2}}
+	copy(a.Arena[present.Present.Offset:], bytes.Repeat([]byte{9}, n+2))
+	require.Zero(t, issue(c, ioctl.CmdPresent, &present, 0))
+	want := append(bytes.Repeat([]byte{1}, n), 0, 9)
+	require.Equal(t, want, a.Arena[present.Present.Offset:][:n+2])
+	require.Equal(t, uint32(n), present.Count)
 	require.Equal(t, uint32(n), peek.Count)
 
 	pin := ioctl.Pin{Target: pool, Keys: keys(a, n+1), Grants: grantSpan, Request: 1}

@@ -77,6 +77,8 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 		say("hello", issue(c, ioctl.CmdHello, &ioctl.Hello{}, 0))
 		say("drives", issue(c, ioctl.CmdDrives, &ioctl.Drives{}, 0))
 		say("peek", issue(c, ioctl.CmdPeek, &ioctl.Peek{Target: pool, Keys: keys(a, n)}, 0))
+		there := ioctl.Present{Target: pool, Keys: keys(a, n), Present: ioctl.Span{Bytes: n}}
+		say("present", issue(c, ioctl.CmdPresent, &there, 0))
 		pin := ioctl.Pin{Target: pool, Keys: keys(a, n), Grants: grantSpan, Request: 2}
 		say("pin", issue(c, ioctl.CmdPin, &pin, 0))
 		say("release", issue(c, ioctl.CmdRelease, &ioctl.Release{Target: pool, Request: 2}, 0))
@@ -133,9 +135,9 @@ func TestVerbsWaitForNoDrive(t *testing.T) {
 			require.Fail(t, "a verb waits for a drive", "after %v", said)
 		}
 	}
-	require.Equal(t, []string{"hello", "drives", "peek", "pin", "release", "reserve", "reserve", "abort", "commit",
-		"look", "extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "changes", "ticket", "ticket",
-		"ticket", "ticket"}, said)
+	require.Equal(t, []string{"hello", "drives", "peek", "present", "pin", "release", "reserve", "reserve", "abort",
+		"commit", "look", "extents", "report", "unlink", "release", "evict", "pool", "stats", "events", "changes", "ticket",
+		"ticket", "ticket", "ticket"}, said)
 	thaw()
 	for _, id := range tickets {
 		require.Equal(t, uint32(ioctl.TicketDone), c.wait(id).State)

@@ -43,7 +43,7 @@ func FuzzVerbs(f *testing.F) {
 		ioctl.CmdArena, ioctl.CmdPoolOpen, ioctl.CmdPoolInfo, ioctl.CmdLayout, ioctl.CmdRows, ioctl.CmdMapAck, ioctl.CmdPeek,
 		ioctl.CmdPin, ioctl.CmdRelease, ioctl.CmdReserve, ioctl.CmdCommit, ioctl.CmdAbort, ioctl.CmdReportBad,
 		ioctl.CmdEvict, ioctl.CmdUnlink, ioctl.CmdExtents, ioctl.CmdStats, ioctl.CmdEvents,
-		ioctl.CmdTicket, ioctl.CmdChanges} {
+		ioctl.CmdTicket, ioctl.CmdChanges, ioctl.CmdPresent} {
 		body := make([]byte, cmd>>16&0x3fff-8)
 		if len(body) >= 8 {
 			*(*ioctl.Target)(unsafe.Pointer(&body[0])) = p

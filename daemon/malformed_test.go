@@ -50,6 +50,13 @@ func TestMalformedVerbs(t *testing.T) {
 			return issue(c, ioctl.CmdChanges, &r, 0)
 		}
 	}
+	present := func(edit func(r *ioctl.Present)) func() ioctl.Errno {
+		return func() ioctl.Errno {
+			r := ioctl.Present{Target: p, Keys: keys3, Present: ioctl.Span{Bytes: 8}}
+			edit(&r)
+			return issue(c, ioctl.CmdPresent, &r, 0)
+		}
+	}
 	open := func(edit func(r *ioctl.PoolOpen)) func() ioctl.Errno {
 		return func() ioctl.Errno {
 			r := poolRequest(t, a.Arena, "p", testIdentity("full"), testGeometry(t, 1))
@@ -145,6 +152,12 @@ func TestMalformedVerbs(t *testing.T) {
 		{"changes: half a change", ioctl.EINVAL, changes(func(r *ioctl.Changes) { r.Changes.Bytes = 20 })},
 		{"changes: no room", ioctl.EINVAL, changes(func(r *ioctl.Changes) { r.Changes.Bytes = 0 })},
 		{"changes: never answered", ioctl.EINVAL, changes(func(r *ioctl.Changes) { r.Since = 1 << 40 })},
+		{"present: a family", ioctl.EINVAL, present(func(r *ioctl.Present) { r.Target = family })},
+		{"present: no such pool", ioctl.ENOENT, present(func(r *ioctl.Present) { r.Target = gone })},
+		{"present: keys outside", ioctl.EFAULT, present(func(r *ioctl.Present) { r.Keys.Offset = arena })},
+		{"present: no keys", ioctl.EINVAL, present(func(r *ioctl.Present) { r.Keys.Bytes = 0 })},
+		{"present: answers outside", ioctl.EFAULT, present(func(r *ioctl.Present) { r.Present.Offset = arena })},
+		{"present: no room", ioctl.EOVERFLOW, present(func(r *ioctl.Present) { r.Present.Bytes = 2 })},
 		{"drives: first behind the last", ioctl.EINVAL, func() ioctl.Errno {
 			return issue(c, ioctl.CmdDrives, &ioctl.Drives{First: 99}, 0)
 		}},

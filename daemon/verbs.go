@@ -65,6 +65,7 @@ type scratch struct {
 	raw     []ioctl.ReserveItem
 	grants  []gpufile.Grant
 	changes []gpufile.Change
+	present []bool
 }
 
 // resize returns s with length n, grown where it must be.
@@ -521,6 +522,42 @@ func (k *call) Peek(a *ioctl.Peek) ioctl.Errno {
 	n, err := m.leases.Peek(g, a.Tenant, s.keys)
 	a.Count = uint32(n)
 	return errnoOf(err)
+}
+
+func (k *call) Present(a *ioctl.Present) ioctl.Errno {
+	m, errno := k.attachedMember()
+	if errno != 0 {
+		return errno
+	}
+	defer m.use.RUnlock()
+	p, errno := k.pool(a.Target)
+	if errno != 0 {
+		return errno
+	}
+	s := k.c.scratch.Get().(*scratch)
+	defer k.c.scratch.Put(s)
+	if errno := m.copyKeys(s, a.Keys); errno != 0 {
+		return errno
+	}
+	out, errno := m.span(a.Present)
+	if errno != 0 {
+		return errno
+	}
+	if len(out) < len(s.keys) {
+		return ioctl.EOVERFLOW
+	}
+	s.present = resize(s.present, len(s.keys))
+	n, err := m.leases.Present(p, a.Tenant, s.keys, s.present)
+	if err != nil {
+		return errnoOf(err)
+	}
+	for i, there := range s.present {
+		if out[i] = 0; there {
+			out[i] = 1
+		}
+	}
+	a.Count = uint32(n)
+	return 0
 }
 
 func (k *call) Pin(a *ioctl.Pin) ioctl.Errno {

@@ -112,6 +112,44 @@ func (p *Pool) peek(tenant uint32, keys []Key) (int, error) {
 	return checkCount(a.Count, len(keys))
 }
 
+// Present says of each key whether its file is there, whatever is before it: present[i] of keys[i]. It has no side
+// effects.
+func (p *Pool) Present(tenant uint32, keys []Key, present []bool) error {
+	if len(present) < len(keys) {
+		return fmt.Errorf("%w: room for %d answers about %d keys", ErrInvalid, len(present), len(keys))
+	}
+	most, err := p.control.batch(ioctl.KeyBytes + 1)
+	if err != nil {
+		return err
+	}
+	for begin := 0; begin < len(keys); begin += most {
+		end := min(begin+most, len(keys))
+		if err := p.present(tenant, keys[begin:end], present[begin:end]); err != nil {
+			return explain(err)
+		}
+	}
+	return nil
+}
+
+func (p *Pool) present(tenant uint32, keys []Key, present []bool) error {
+	c := p.control
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	spans, err := c.spans(len(keys)*ioctl.KeyBytes, len(keys))
+	if err != nil {
+		return err
+	}
+	c.putKeys(spans[0], keys)
+	a := ioctl.Present{Target: p.target, Keys: spans[0], Present: spans[1], Tenant: tenant}
+	if err := c.verbs.Present(&a); err != nil {
+		return err
+	}
+	for i, there := range c.bytes(spans[1]) {
+		present[i] = there == 1
+	}
+	return nil
+}
+
 func (c *control) putKeys(s ioctl.Span, keys []Key) {
 	b := c.bytes(s)
 	for i := range keys {

@@ -114,6 +114,17 @@ func (f *fakeMount) prefix(s ioctl.Span) (n int) {
 	return n
 }
 
+func (f *fakeMount) Present(a *ioctl.Present) error {
+	f.calls++
+	out := f.bytes(a.Present)
+	for i, b := 0, f.bytes(a.Keys); len(b) > 0; i, b = i+1, b[32:] {
+		if out[i] = 0; f.present[Key(b[:32])] {
+			out[i] = 1
+		}
+	}
+	return f.bad
+}
+
 func (f *fakeMount) Peek(a *ioctl.Peek) error {
 	f.calls++
 	a.Count = uint32(f.prefix(a.Keys))
@@ -327,6 +338,13 @@ func TestLargeBatches(t *testing.T) {
 	n, err := p.Peek(0, all)
 	require.NoError(t, err)
 	require.Equal(t, 321, n)
+	present, turned := make([]bool, len(all)), slices.Clone(all)
+	slices.Reverse(turned)
+	require.NoError(t, p.Present(0, turned, present))
+	for i, there := range present {
+		require.Equal(t, i >= len(all)-321, there)
+	}
+	require.ErrorIs(t, p.Present(0, all, present[1:]), ErrInvalid)
 
 	grants := make([]Grant, len(all))
 	n, err = p.Pin(0, 42, all, grants)

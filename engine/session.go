@@ -133,6 +133,7 @@ type verbs interface {
 	ReportBad(a *ioctl.ReportBad) error
 	Stats(a *ioctl.Stats) error
 	Changes(a *ioctl.Changes) error
+	Present(a *ioctl.Present) error
 }
 
 // control is the metadata side of a session.

@@ -2,6 +2,7 @@ package gpufile
 
 import (
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -181,6 +182,16 @@ func TestTenants(t *testing.T) {
 	require.Equal(t, 8, peek(7, mine))
 	require.Zero(t, peek(8, mine))
 	require.Zero(t, peek(0, mine))
+	both, present := append(slices.Clone(mine[5:]), theirs[5:]...), make([]bool, 6)
+	for tenant, want := range map[uint32][]bool{7: {true, true, true, false, false, false}, 0: make([]bool, 6),
+		8: {false, false, false, true, true, true}} {
+		found, err := m.Present(p, tenant, both, present)
+		require.NoError(t, err)
+		require.Equal(t, want, present, "whatever is before them")
+		require.Equal(t, tenant != 0, found == 3)
+	}
+	_, err = m.Present(p, 7, both, present[1:])
+	require.ErrorIs(t, err, ErrInvalid)
 	n, err := m.Pin(g, 8, 1, mine, make([]Grant, 8))
 	require.NoError(t, err)
 	require.Zero(t, n)

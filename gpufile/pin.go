@@ -94,6 +94,28 @@ func (m *Member) Peek(g *Group, tenant uint32, keys []Key) (int, error) {
 	return g.hit(tenant, keys, m.ses.scratchSlots(len(keys)*len(g.pools))), nil
 }
 
+// Present says of each key whether its file is there, whatever is before it: present[i] of keys[i]. It returns how many
+// are. No side effects. A tenant sees its own files only.
+func (m *Member) Present(p *Pool, tenant uint32, keys []Key, present []bool) (n int, err error) {
+	if err := checkBatch(p.group, len(keys), len(present), 1); err != nil {
+		return 0, err
+	}
+	if err := m.lock(); err != nil {
+		return 0, err
+	}
+	defer m.ses.mu.Unlock()
+	p.mu.RLock()
+	defer p.mu.RUnlock()
+	slots := m.ses.scratchSlots(len(keys))
+	p.lookupOwn(tenant, keys, slots)
+	for i, s := range slots {
+		if present[i] = s != none; present[i] {
+			n++
+		}
+	}
+	return n, nil
+}
+
 // Pin leases the longest present prefix of keys for reading: grants[:n*len(pools)] are filled. Idempotent by request id
 // (a second Pin with one id returns the same grants). Counts as a hit; refreshes the policy leaf first.
 func (m *Member) Pin(g *Group, tenant uint32, request uint64, keys []Key, grants []Grant) (n int, err error) {

@@ -342,6 +342,9 @@ struct tuttifs_lease {
 /* How many leading keys are stored. No side effects. */
 int tuttifs_peek(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, uint64_t count, uint64_t *found);
 
+/* Which keys are stored, whatever is before them: present[i] is 1 or 0. No side effects. */
+int tuttifs_present(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, uint64_t count, uint8_t *present);
+
 /* Leases the longest stored prefix for reading: leases[0 .. *pinned) are written. leases has room for count. request is
  * the caller's, unique in the session while pinned; the same call again, by whatever process of the session, answers the
  * same. One that finds nothing keeps nothing, and has nothing to be released: other ranks do not ask again then. */

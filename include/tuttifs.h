@@ -513,6 +513,20 @@ struct tuttifs_changes {
 };
 TUTTIFS_SIZE(tuttifs_changes, 64);
 
+/* struct tuttifs_present says of each key whether its file is there, whatever is before it. It has
+ * no side effects. */
+struct tuttifs_present {
+	struct tuttifs_header header;
+	struct tuttifs_target target; /* a pool */
+	struct tuttifs_span keys; /* TUTTIFS_KEY_BYTES each */
+	struct tuttifs_span present; /* out span: a byte for each key, 1 or 0 */
+	uint32_t tenant;
+	uint32_t reserved;
+	uint32_t count; /* out: keys that are there */
+	uint32_t pad; /* out: zero */
+};
+TUTTIFS_SIZE(tuttifs_present, 64);
+
 /* Ticket states. */
 #define TUTTIFS_TICKET_PENDING 0
 #define TUTTIFS_TICKET_DONE 1
@@ -704,6 +718,7 @@ TUTTIFS_SIZE(tuttifs_engine_counters, 264);
 #define TUTTIFS_IOC_EVENTS         _IOWR('T', 22, struct tuttifs_events)
 #define TUTTIFS_IOC_TICKET         _IOWR('T', 23, struct tuttifs_ticket)
 #define TUTTIFS_IOC_CHANGES        _IOWR('T', 24, struct tuttifs_changes)
+#define TUTTIFS_IOC_PRESENT        _IOWR('T', 25, struct tuttifs_present)
 
 #ifdef __cplusplus
 }

@@ -517,6 +517,19 @@ type Changes struct {
 	Pad     uint32 `abi:"out"` // zero
 }
 
+// Present says of each key whether its file is there, whatever is before it. It has no side effects.
+type Present struct {
+	_        structs.HostLayout
+	Header   Header
+	Target   Target // a pool
+	Keys     Span   // KeyBytes each
+	Present  Span   // out span: a byte for each key, 1 or 0
+	Tenant   uint32
+	Reserved uint32
+	Count    uint32 `abi:"out"` // keys that are there
+	Pad      uint32 `abi:"out"` // zero
+}
+
 // Ticket states.
 const (
 	TicketPending = 0

@@ -158,3 +158,4 @@ func (c *Client) Stats(a *Stats) error     { return do(c, CmdStats, "stats", &a.
 func (c *Client) Events(a *Events) error   { return do(c, CmdEvents, "events", &a.Header, 0, a) }
 func (c *Client) Ticket(a *Ticket) error   { return do(c, CmdTicket, "ticket", &a.Header, 0, a) }
 func (c *Client) Changes(a *Changes) error { return do(c, CmdChanges, "changes", &a.Header, 0, a) }
+func (c *Client) Present(a *Present) error { return do(c, CmdPresent, "present", &a.Header, 0, a) }

@@ -34,6 +34,7 @@ type Handler interface {
 	Events(*Events) Errno
 	Ticket(*Ticket) Errno
 	Changes(*Changes) Errno
+	Present(*Present) Errno
 }
 
 // access says which handles may use a verb.
@@ -93,6 +94,7 @@ var verbs = [nrEnd]verb{
 	nrEvents:        newVerb("EVENTS", looks, Handler.Events),
 	nrTicket:        newVerb("TICKET", looks, Handler.Ticket),
 	nrChanges:       newVerb("CHANGES", looks, Handler.Changes),
+	nrPresent:       newVerb("PRESENT", looks, Handler.Present),
 }
 
 func newVerb[T any](name string, a access, method func(Handler, *T) Errno) verb {

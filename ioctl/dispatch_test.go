@@ -56,6 +56,7 @@ func (f *fake) Stats(a *Stats) Errno           { return answer(f, a) }
 func (f *fake) Events(a *Events) Errno         { return answer(f, a) }
 func (f *fake) Ticket(a *Ticket) Errno         { return answer(f, a) }
 func (f *fake) Changes(a *Changes) Errno       { return answer(f, a) }
+func (f *fake) Present(a *Present) Errno       { return answer(f, a) }
 
 // request is a well-formed request of a verb.
 func request(nr int) (cmd uint32, in []byte) {
@@ -180,7 +181,8 @@ func TestFlags(t *testing.T) {
 
 func TestReadOnlyHandle(t *testing.T) {
 	looking := map[int]bool{nrHello: true, nrDrives: true, nrArena: true, nrPoolInfo: true, nrLayout: true, nrRows: true,
-		nrPeek: true, nrExtents: true, nrStats: true, nrEvents: true, nrTicket: true, nrChanges: true}
+		nrPeek: true, nrExtents: true, nrStats: true, nrEvents: true, nrTicket: true, nrChanges: true,
+		nrPresent: true}
 	eachVerb(t, func(t *testing.T, nr int, cmd uint32, in []byte) {
 		want := EBADF
 		if looking[nr] {
@@ -194,7 +196,7 @@ func TestReadOnlyHandle(t *testing.T) {
 func TestCommands(t *testing.T) {
 	commands := []uint32{CmdHello, CmdDrives, CmdSessionCreate, CmdSessionJoin, CmdArena, CmdPoolOpen, CmdPoolInfo,
 		CmdLayout, CmdRows, CmdMapAck, CmdPeek, CmdPin, CmdRelease, CmdReserve, CmdCommit, CmdAbort, CmdReportBad, CmdEvict,
-		CmdUnlink, CmdExtents, CmdStats, CmdEvents, CmdTicket, CmdChanges}
+		CmdUnlink, CmdExtents, CmdStats, CmdEvents, CmdTicket, CmdChanges, CmdPresent}
 	require.Len(t, commands, nrEnd-1)
 	for i, c := range commands {
 		cmd, _ := request(i + 1)

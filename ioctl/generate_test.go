@@ -282,7 +282,7 @@ func abiStructs() []reflect.Type {
 		reflect.TypeFor[Reserve](), reflect.TypeFor[Commit](), reflect.TypeFor[Abort](), reflect.TypeFor[ReportBad](),
 		reflect.TypeFor[Evict](), reflect.TypeFor[Unlink](), reflect.TypeFor[Extent](), reflect.TypeFor[Extents](),
 		reflect.TypeFor[Stats](), reflect.TypeFor[Event](), reflect.TypeFor[Events](), reflect.TypeFor[Ticket](),
-		reflect.TypeFor[Change](), reflect.TypeFor[Changes](),
+		reflect.TypeFor[Change](), reflect.TypeFor[Changes](), reflect.TypeFor[Present](),
 		reflect.TypeFor[AttachRequest](), reflect.TypeFor[AttachReply](), reflect.TypeFor[EngineCounters](),
 		reflect.TypeFor[DriveBells](), reflect.TypeFor[PairBells](),
 	}

@@ -44,6 +44,7 @@ const (
 	nrEvents
 	nrTicket
 	nrChanges
+	nrPresent
 	nrEnd
 )
 
@@ -73,6 +74,7 @@ const (
 	CmdEvents        = uint32(iocBase | unsafe.Sizeof(Events{})<<iocSizeShift | nrEvents)
 	CmdTicket        = uint32(iocBase | unsafe.Sizeof(Ticket{})<<iocSizeShift | nrTicket)
 	CmdChanges       = uint32(iocBase | unsafe.Sizeof(Changes{})<<iocSizeShift | nrChanges)
+	CmdPresent       = uint32(iocBase | unsafe.Sizeof(Present{})<<iocSizeShift | nrPresent)
 )
 
 // Sizes and offsets are part of the ABI: a change does not compile.
@@ -111,6 +113,7 @@ var (
 	_ [40]byte   = [unsafe.Sizeof(Ticket{})]byte{}
 	_ [40]byte   = [unsafe.Sizeof(Change{})]byte{}
 	_ [64]byte   = [unsafe.Sizeof(Changes{})]byte{}
+	_ [64]byte   = [unsafe.Sizeof(Present{})]byte{}
 	_ [120]byte  = [unsafe.Sizeof(AttachRequest{})]byte{}
 	_ [384]byte  = [unsafe.Sizeof(AttachReply{})]byte{}
 

@@ -48,6 +48,22 @@ func goPeek(h C.uintptr_t, tenant C.uint32_t, keys *C.uint8_t, n C.uint64_t, fou
 	})
 }
 
+//export goPresent
+func goPresent(h C.uintptr_t, tenant C.uint32_t, keys *C.uint8_t, n C.uint64_t, present *C.uint8_t,
+	text *C.char) C.int {
+	return onPool(h, text, func(p *pool) error {
+		k, err := keysOf(keys, n)
+		if err != nil {
+			return err
+		}
+		out, err := array((*bool)(unsafe.Pointer(present)), n, "answers")
+		if err != nil {
+			return err
+		}
+		return p.Present(uint32(tenant), k, out)
+	})
+}
+
 //export goPin
 func goPin(h C.uintptr_t, tenant C.uint32_t, request C.uint64_t, keys *C.uint8_t, n C.uint64_t,
 	leases *C.struct_tuttifs_lease, pinned *C.uint64_t, text *C.char) C.int {

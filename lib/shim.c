@@ -192,6 +192,11 @@ API int tuttifs_peek(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, 
 	return GO(goPeek, H(pool), tenant, (uint8_t *)keys, count, found);
 }
 
+API int tuttifs_present(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, uint64_t count, uint8_t *present)
+{
+	return GO(goPresent, H(pool), tenant, (uint8_t *)keys, count, present);
+}
+
 API int tuttifs_pin(tuttifs_pool_t pool, uint32_t tenant, uint64_t request, const uint8_t *keys, uint64_t count,
                     struct tuttifs_lease *leases, uint64_t *pinned)
 {

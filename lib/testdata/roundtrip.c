@@ -360,6 +360,13 @@ static void round_trip(struct rank *ranks)
 	CHECK(pthread_join(thread, NULL) == 0 && first.result == 0);
 	OK(tuttifs_peek(ranks[0].pool, 0, keys[0], FILES + 1, &n));
 	CHECK(n == FILES);
+	uint8_t present[FILES + 1];
+	memset(present, 9, sizeof present);
+	OK(tuttifs_present(ranks[0].pool, 0, keys[1], FILES, present));
+	CHECK(present[0] == 1 && present[FILES - 2] == 1 && present[FILES - 1] == 0 && present[FILES] == 9);
+	OK(tuttifs_present(ranks[0].pool, 1, keys[1], 1, present));
+	CHECK(present[0] == 0); /* another tenant's */
+	REFUSED(TUTTIFS_EINVAL, tuttifs_present(ranks[0].pool, 0, keys[1], 1, NULL));
 	events(&ranks[0], &since, (const uint8_t (*)[32])keys, FILES);
 	for (int k = 0; k < RANKS; k++) {
 		uint64_t request = 10 + (uint64_t)k;

@@ -22,6 +22,9 @@ class RoundTrip(Mounted):
         store(self.pool, self.memory, self.cache, keys, [3, 1, 7, 5, 20, 18, 2, 11])
         self.assertEqual(self.pool.peek(keys), 8)
         self.assertEqual(self.pool.peek(tuttifs.keys(PROMPT[:12] + [0] * 8, 4)), 3)
+        some = [bytes(32), keys[6], keys[2], bytes([7]) * 32, keys[7]]
+        self.assertEqual(self.pool.present(some), [False, True, True, False, True])
+        self.assertEqual((self.pool.present(some, tenant=1), self.pool.present([])), ([False] * 5, []))
         restore(self, self.pool, self.memory, self.cache, keys, [4, 6, 8, 10, 12, 14, 16, 18])
         stats = self.pool.stats()
         self.assertEqual((stats.files, stats.commits, stats.bad), (8, 8, 0))

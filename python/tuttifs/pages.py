@@ -160,14 +160,8 @@ class Pages:
         return n
 
     def present(self, keys: Sequence[bytes]) -> List[bool]:
-        """Which keys are stored. A peek finds the leading ones, and so the first that is not."""
-        def look(end: End, pool: Pool) -> List[bool]:
-            found: List[bool] = []
-            while len(found) < len(keys):
-                n = pool.peek(keys[len(found):], self._options.tenant)
-                found += [True] * n + [False] * (len(found) + n < len(keys))
-            return found
-        found: List[bool] = self._try(look, [False] * len(keys))
+        """Which keys are stored."""
+        found: List[bool] = self._try(lambda end, pool: pool.present(keys, self._options.tenant), [False] * len(keys))
         return found
 
     def _offsets(self, region: Region, addresses: Sequence[Sequence[int]]) -> List[int]:

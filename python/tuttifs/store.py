@@ -392,6 +392,12 @@ class Pool(Closing):
         self._lib.peek(self._h, tenant, joined(keys), len(keys), C.byref(n))
         return n.value
 
+    def present(self, keys: Sequence[bytes], tenant: int = 0) -> List[bool]:
+        """Which keys are stored, whatever is before them. No side effects."""
+        there = (C.c_uint8 * max(1, len(keys)))()
+        self._lib.present(self._h, tenant, joined(keys), len(keys), there)
+        return [n == 1 for n in there[:len(keys)]]
+
     def pin(self, keys: Sequence[bytes], request: Optional[int] = None, tenant: int = 0) -> Pinned:
         """Leases the longest stored prefix for reading, until it is released.
 
