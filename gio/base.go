@@ -20,6 +20,7 @@ type base struct {
 	store   *storeBuffer // nil: stores go through the lanes' cells
 	owners  storeOwners
 	pacer   pacer
+	wake    func() // has the pacer asked again
 }
 
 // configure checks the configuration, fills its defaults in and lays the DMA memory out: bounce cells, PRP lists,

@@ -181,7 +181,8 @@ func NewGPU(c GPUConfig) (*GPU, error) {
 	g.alive.Store(int32(g.common()))
 	g.stores.Store(int32(g.config.StoreLanes))
 	g.paced = !c.Polling && (g.store != nil || g.config.pacer != nil)
-	g.pacer.start(g.ring)
+	g.wake = g.ring
+	g.pacer.start(g.wake)
 	g.beat.Store(g.now())
 	go g.run()
 	go g.watch()

@@ -207,7 +207,11 @@ func (th *ioThread) deferChunk(c *gpuChunk) {
 	th.flow.waiting.add(c.size())
 	th.g.store.came(c.size())
 	th.g.pacer.note(ioEvent{kind: writeQueued, layer: t.layer, ioSize: c.size(), at: c.since})
-	if !slices.Contains(th.deferred, t) {
+	switch {
+	case slices.Contains(th.deferred, t):
+	case t.layer == noLayer: // trailers: Finish waits for nothing else any more
+		th.deferred = slices.Insert(th.deferred, 0, t)
+	default:
 		th.deferred = append(th.deferred, t)
 	}
 }

@@ -510,6 +510,7 @@ func (l *layerState) Finish() error {
 			return fmt.Errorf("%w: object %d", ErrIncomplete, l.m.layout.RankObjects(l.rank)[ordinal])
 		}
 	}
+	defer l.base.store.await(l.base.wake)()
 	if err := l.drain(); err != nil {
 		return err
 	}
@@ -537,7 +538,9 @@ func (l *layerState) Failed() []error {
 
 // Close waits for the writes that were deferred and gives the trailers' memory back. Tickets must have been waited for.
 func (l *layerState) Close() {
+	done := l.base.store.await(l.base.wake)
 	_ = l.drain() // Failed has what it comes to; without Finish nothing of it counts
+	done()
 	l.base.owners.forget(l)
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -41,6 +41,7 @@ type load struct {
 	reads    ioSize // reads that may go and have not arrived: in flight, or waiting for lanes or by readAhead
 	reading  ioSize // of them in flight
 	oldest   int64  // when the oldest of those deferred came to the buffer
+	awaited  int64  // since when somebody has waited for the end of deferred writes: Finish. 0: nobody
 	// fill of so many bytes of the store buffer is taken, what is in flight included.
 	fill, size uint64
 }

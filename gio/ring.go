@@ -113,7 +113,8 @@ func NewRing(c RingConfig) (*Ring, error) {
 	if r.store != nil {
 		r.driver.start(r) // which asks nothing before there is a batch
 	}
-	r.pacer.start(r.paceAgain)
+	r.wake = r.paceAgain
+	r.pacer.start(r.wake)
 	return r, nil
 }
 

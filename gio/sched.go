@@ -17,6 +17,9 @@ type SchedulerConfig struct {
 	Idle time.Duration
 	// MaxAge of a deferred write: an older one waits for no window, and has turns beside reads. 0: MaxAgeDefault.
 	MaxAge time.Duration
+	// Patience of those who wait for deferred writes to end (Finish): after it nothing waits for a window, whatever its
+	// age. 0: PatienceDefault.
+	Patience time.Duration
 
 	// Switches for ablation. Off: reads and writes go whenever they like, and are counted. NoBudget: as much of either
 	// is in flight as there is. ReadsNotFirst: writes do not wait for reads.
@@ -25,8 +28,9 @@ type SchedulerConfig struct {
 
 // Defaults of SchedulerConfig.
 const (
-	IdleDefault   = 5 * time.Millisecond
-	MaxAgeDefault = time.Second
+	IdleDefault     = 5 * time.Millisecond
+	MaxAgeDefault   = time.Second
+	PatienceDefault = 100 * time.Millisecond
 )
 
 // Scheduler says what an executor may have in flight. It is told what compute does (by the session's user) and what
@@ -61,14 +65,17 @@ type told struct {
 
 // NewScheduler checks the configuration.
 func NewScheduler(c SchedulerConfig) (*Scheduler, error) {
-	if c.Idle < 0 || c.MaxAge < 0 {
-		return nil, fmt.Errorf("%w: idle %v, age %v of a scheduler", ErrInvalid, c.Idle, c.MaxAge)
+	if c.Idle < 0 || c.MaxAge < 0 || c.Patience < 0 {
+		return nil, fmt.Errorf("%w: idle %v, age %v, patience %v of a scheduler", ErrInvalid, c.Idle, c.MaxAge, c.Patience)
 	}
 	if c.Idle == 0 {
 		c.Idle = IdleDefault
 	}
 	if c.MaxAge == 0 {
 		c.MaxAge = MaxAgeDefault
+	}
+	if c.Patience == 0 {
+		c.Patience = PatienceDefault
 	}
 	if c.Table != nil {
 		if err := c.Table.Validate(); err != nil {

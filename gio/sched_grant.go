@@ -13,7 +13,7 @@ type Cause uint8
 // The causes.
 const (
 	CauseOff    Cause = iota // the scheduler is off, or has no budget
-	CauseAge                 // it was older than MaxAge
+	CauseAge                 // it was older than MaxAge, or somebody had waited for Patience
 	CauseHigh                // the store buffer was nearly full
 	CauseWindow              // a layer of a prefill left room
 	CauseDecode              // a decode step did
@@ -142,6 +142,9 @@ func (p *policy) writes(now int64, l *load) grant {
 func (p *policy) more(now int64, l *load) (bytes int64, cause Cause, again int64) {
 	s, writing := &p.pass, int64(l.writing.bytes)
 	aged := l.oldest + int64(p.c.MaxAge)
+	if l.awaited != 0 {
+		aged = min(aged, l.awaited+int64(p.c.Patience))
+	}
 	switch {
 	case p.c.Off:
 		return unlimited, CauseOff, never

@@ -12,10 +12,10 @@ import (
 // stays within the budget of its window, but for what compute waits for, since there nothing is left to hide behind.
 //
 // Invariants, while no switch is on:
-//   - no write is granted while a read is queued or in flight, unless the write is older than MaxAge, and then one part
-//     in turnEvery of the time at most;
-//   - what is granted ends, as far as is known, within the window or step that it was granted for, unless it is older
-//     than MaxAge or nothing computes;
+//   - no write is granted while a read is queued or in flight, unless it is old, and then one part in turnEvery of the
+//     time at most: older than MaxAge, or somebody has waited in Finish for Patience;
+//   - what is granted ends, as far as is known, within the window or step that it was granted for, unless it is old or
+//     nothing computes;
 //   - reads in flight beyond the awaited layer fit the window;
 //   - a backlog is granted something at most MaxAge and a turn after its oldest piece came; and reads are never held
 //     back for longer than compute takes to wait for them.

@@ -68,6 +68,7 @@ type sim struct {
 	piece   int64
 	again   int64
 	host    int32 // the last layer that the host blocks for
+	awaited int64 // since when somebody waits for the end of what is deferred, 0: nobody
 
 	turn       int64 // when one began beside reads
 	turnBytes  int64
@@ -185,7 +186,7 @@ func (s *sim) flyingBehind(layer int32) (n int64) {
 func (s *sim) pumpWrites() {
 	s.again = never
 	for len(s.buffer) > 0 {
-		l := load{oldest: s.buffer[0].came, fill: uint64(s.filled), size: uint64(s.size)}
+		l := load{oldest: s.buffer[0].came, awaited: s.awaited, fill: uint64(s.filled), size: uint64(s.size)}
 		l.next = ioSize{1, uint64(s.buffer[0].bytes)}
 		for _, w := range s.buffer {
 			l.deferred.objects++
@@ -276,7 +277,7 @@ func (s *sim) checkWrite(l *load) {
 	if c.Off {
 		return
 	}
-	aged := s.now-l.oldest >= int64(c.MaxAge)
+	aged := s.now-l.oldest >= int64(c.MaxAge) || l.awaited != 0 && s.now-l.awaited >= int64(c.Patience)
 	if l.reads.objects > 0 && !c.ReadsNotFirst {
 		require.True(s.t, aged, "a write beside reads, %d us old", (s.now-l.oldest)/us)
 		s.beside += int64(l.next.bytes)

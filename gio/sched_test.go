@@ -276,6 +276,73 @@ func TestSchedulerStarvation(t *testing.T) {
 	require.Less(t, float64(s.beside)/schedDrives.writeRate, 0.08*float64(s.now-begin)/1e9)
 }
 
+// finish waits for what is deferred and for trailers behind it, as Finish does, and returns how long that took. busy
+// goes on with whatever else there is until stop says so.
+func (s *sim) finish(busy func(stop func() bool)) int64 {
+	begin := s.now
+	s.awaited = begin
+	defer func() { s.awaited = 0 }()
+	gone := func() bool {
+		pieces, _ := s.flying(true)
+		return len(s.buffer)+pieces == 0
+	}
+	busy(gone)
+	s.deferWrite(4096)
+	busy(gone)
+	require.True(s.t, gone())
+	return s.now - begin
+}
+
+// TestSchedulerFinish: whoever waits in Finish in the middle of passes waits for Patience and for the writes
+// themselves; beside reads without an end these have their turns and no more.
+func TestSchedulerFinish(t *testing.T) {
+	const bytes = 32 << 20
+	takes := int64(float64(bytes) * 1e9 / schedDrives.writeRate)
+	table := schedTable(t, 1, schedDrives)
+	computing := func(s *sim) func(func() bool) { // in windows that are too short for any write
+		return func(stop func() bool) {
+			for layer := 0; !stop(); layer++ {
+				if layer%16 == 0 {
+					s.p.prefill(s.now, 1, 4096, 16)
+				}
+				s.until(s.now+30*us, stop)
+				s.p.layerDone(s.now, layer%16)
+			}
+		}
+	}
+	reading := func(s *sim) func(func() bool) {
+		s.p.prefill(s.now, 64, 65536, 1000)
+		layer := 0
+		return func(stop func() bool) {
+			for ; !stop(); layer++ {
+				s.read(layer, 64<<20)
+				s.until(s.now+60_000*ms, func() bool { return len(s.queue) < 2 || stop() })
+			}
+		}
+	}
+	turns := 1 + (takes+turnNanos-1)/turnNanos // the last one for the trailers
+	for name, c := range map[string]struct {
+		busy func(*sim) func(func() bool)
+		most int64
+	}{
+		"computing": {computing, int64(PatienceDefault) + takes + 10*ms},
+		"reading":   {reading, int64(PatienceDefault) + turns*turnEvery*turnNanos + 50*ms},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSim(t, 1, SchedulerConfig{Table: table}, schedDrives)
+			busy := c.busy(s)
+			s.deferWrite(bytes)
+			took := s.finish(busy)
+			t.Logf("%d MiB, which take %d ms alone: %d ms", bytes>>20, takes/ms, took/ms)
+			require.LessOrEqual(t, took, c.most)
+			require.Greater(t, took, int64(PatienceDefault), "compute and reads went first")
+			if s.beside > 0 {
+				require.Less(t, float64(s.beside)/schedDrives.writeRate, 0.08*float64(took)/1e9, "the reads' part of the time")
+			}
+		})
+	}
+}
+
 // TestSchedulerFull: what the executor issues without asking, since the buffer is nearly full, is counted as such.
 func TestSchedulerFull(t *testing.T) {
 	s := newSim(t, 1, SchedulerConfig{}, schedDrives)

@@ -80,8 +80,9 @@ type storeBuffer struct {
 	places  []place // those that are taken, in order
 	used    int     // grains
 	peak    int
-	err     error // why nothing is given out any more
-	blocked int64 // since when somebody waits for room, 0: nobody
+	awaited []int64 // since when callers of Finish and the like wait, in order
+	err     error   // why nothing is given out any more
+	blocked int64   // since when somebody waits for room, 0: nobody
 	stats   StoreStats
 }
 
@@ -275,6 +276,28 @@ func (s *storeBuffer) describe(l *load) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	l.fill, l.size = uint64(s.used*s.grain), s.stats.Size
+	if len(s.awaited) > 0 {
+		l.awaited = s.awaited[0]
+	}
+}
+
+// await says that somebody waits for the end of deferred writes, until the returned function is called. It is safe to
+// call where there is no buffer.
+func (s *storeBuffer) await(wake func()) (done func()) {
+	if s == nil {
+		return func() {}
+	}
+	s.mu.Lock()
+	since := clock()
+	s.awaited = append(s.awaited, since)
+	s.mu.Unlock()
+	wake()
+	return func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		i := slices.Index(s.awaited, since) // one that began at the same time does as well
+		s.awaited = slices.Delete(s.awaited, i, i+1)
+	}
 }
 
 // came and went count what lies in the buffer.
@@ -328,8 +351,12 @@ func (l *layerState) own() {
 	if l.base.store == nil {
 		return
 	}
-	for _, before := range l.base.owners.claim(l) {
-		_ = before.drain() // its slots have its errors
+	before := l.base.owners.claim(l)
+	if len(before) > 0 {
+		defer l.base.store.await(l.base.wake)()
+	}
+	for _, b := range before {
+		_ = b.drain() // its slots have its errors
 	}
 }
 

@@ -158,9 +158,14 @@ func (r *Ring) mayWrite(t *ringTicket) bool {
 	}
 	f := &r.flow
 	wakes := f.wakes.Load()
+	oldest := t.since
+	for x := t; x.layer == noLayer && x.after != nil; { // trailers go first and are younger
+		x = x.after
+		oldest = min(oldest, x.since)
+	}
 	l := load{
 		next: t.rest(t.chunk), deferred: f.waiting.size(), writing: f.writing.size(),
-		reads: f.reads.size(), reading: f.reading.size(), oldest: t.since,
+		reads: f.reads.size(), reading: f.reading.size(), oldest: oldest,
 	}
 	r.store.describe(&l)
 	g := r.pacer.writes(clock(), &l)

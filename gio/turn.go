@@ -18,7 +18,13 @@ type ticketList struct {
 	waiting    atomic.Int32 // its length, so that idle lanes need not lock to see that it is empty
 }
 
+// add puts a batch behind the others; deferred trailers in front of them, since Finish waits for nothing else any more.
 func (l *ticketList) add(t *ringTicket) {
+	if t.deferred && t.layer == noLayer && l.head != nil {
+		t.after, l.head, t.queued = l.head, t, true
+		l.waiting.Add(1)
+		return
+	}
 	if l.tail == nil {
 		l.head = t
 	} else {
