@@ -20,6 +20,7 @@ type Holder struct {
 	token    *Token
 	patience int64
 	yields   bool
+	metadata bool
 	touched  bool // something is to be settled
 
 	in      [2]bool         // counted as inside
@@ -35,7 +36,7 @@ type Holder struct {
 
 // Holder registers a user of the drive, until Close.
 func (t *Token) Holder(k Kind) *Holder {
-	h := &Holder{token: t, patience: int64(t.o.Patience), yields: k == Background}
+	h := &Holder{token: t, patience: int64(t.o.Patience), yields: k == Background, metadata: k == Metadata}
 	if k == Metadata {
 		h.patience = int64(t.o.Metadata)
 	}
@@ -76,10 +77,13 @@ func (h *Holder) wait(d Direction, at int64) {
 	impatient := at-since >= h.patience
 	if !h.wants[d] && (d == Write || !h.yields || impatient) {
 		h.wants[d] = true
+		if d == Write && h.metadata {
+			h.token.metadata.Add(1)
+		}
 		h.token.state.Add(wantUnit(d))
 	}
 	if d == Write && impatient {
-		h.token.demand(at)
+		h.token.demand(h, at)
 	}
 }
 
@@ -172,10 +176,18 @@ func (h *Holder) forgetUnasked() {
 // forget ends a wait that nobody waits any more.
 func (h *Holder) forget(d Direction) {
 	if h.wants[d] {
-		h.wants[d] = false
 		h.token.state.Add(-wantUnit(d))
+		h.unwanted(d)
 	}
 	h.since[d].Store(0)
+}
+
+// unwanted notes that the want of a direction is not counted any more.
+func (h *Holder) unwanted(d Direction) {
+	h.wants[d] = false
+	if d == Write && h.metadata {
+		h.token.metadata.Add(-1)
+	}
 }
 
 // Close ends the holder, whatever it has in flight: after it nothing of it may touch the drive.

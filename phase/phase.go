@@ -13,8 +13,11 @@
 //   - Never both: entering is one compare-and-swap of the word that counts readers, writers and who wants to be either.
 //   - No starvation: a write that has waited for its holder's patience demands a turn. Reads do not begin then; when
 //     those in flight have ended, writes have the drive for Turn. Reads go next, whatever waits.
-//   - Reads lose little: the next turn is not demanded before 24 times as long as the last one kept reads waiting (but
-//     for Stuck at most), so that a permanent backlog of writes costs a permanent load of reads at most 5 %.
+//   - Metadata has short turns beside those, a tenth as long, in which no other write begins: a commit does not wait
+//     for as long as a backlog of data has to.
+//   - Reads lose little: the next turn of a kind is not demanded before 36 times as long as the last one cost them, and
+//     67 times for short ones (but for Stuck at most), so that permanent writes of both kinds cost a permanent load of
+//     reads at most 5 %. What it costs begins in the middle of the time that reads in flight take to end.
 //   - Background reads (scrubbing) give way to both: they do not begin while a write waits, and are not wanted before
 //     they have waited for their patience. Scrubbing for hours must not cost stores their bandwidth.
 //
@@ -83,8 +86,11 @@ const (
 )
 
 const (
-	// readsShare is how many times as long as a turn kept them waiting reads have the drive before the next one.
-	readsShare = 24
+	// readsShare is how many times as long as a turn cost them reads have the drive before the next one.
+	readsShare = 36
+	// shortReadsShare is the same of short turns, and shortShare by how much they are shorter.
+	shortReadsShare = 67
+	shortShare      = 10
 	// lull is how long a turn goes on without writes: steps of a poller may be a nap apart.
 	lull = int64(100 * time.Microsecond)
 	// writeBytesMax is about how many bytes of writes all holders have in flight: enough for the bandwidth of fast drives,

@@ -6,12 +6,13 @@ import (
 	"time"
 )
 
-// Fields of Token.state: how many holders are in and how many were refused, by direction, and two bits.
+// Fields of Token.state: how many holders are in and how many were refused, by direction, and three bits.
 const (
 	inBits   = 15
 	inMask   = 1<<inBits - 1
 	turnBit  = uint64(1) << 60 // a turn of writes is demanded or under way
 	afterBit = uint64(1) << 61 // one is over, and no read has entered since
+	shortBit = uint64(1) << 62 // the turn is a short one, for metadata alone
 )
 
 func inUnit(d Direction) uint64            { return 1 << (inBits * uint(d)) }
@@ -42,8 +43,10 @@ type Token struct {
 	}
 
 	demanded  atomic.Int64 // when the turn was
-	turnUntil atomic.Int64 // 0 until its first write enters
+	turnBegan atomic.Int64 // when its first write entered; 0 before
 	nextTurn  atomic.Int64
+	nextShort atomic.Int64
+	metadata  atomic.Int32 // holders of metadata that were refused as writers
 
 	switches, turns, stuck, mixed atomic.Uint64
 	waited                        [2]waits
@@ -73,18 +76,18 @@ func (t *Token) enter(h *Holder, d Direction, at int64) bool {
 	for {
 		s := t.state.Load()
 		if s&turnBit != 0 && t.turnIsOver(s, at) {
-			t.state.CompareAndSwap(s, s&^turnBit|afterBit)
+			t.state.CompareAndSwap(s, s&^turnBit|afterBit) // shortBit stays until a read enters
 			continue
 		}
 		if !t.open(s, h, d, at) {
 			return false
 		}
 		if d == Write && s&turnBit != 0 {
-			t.turnUntil.CompareAndSwap(0, at+int64(t.o.Turn))
+			t.turnBegan.CompareAndSwap(0, at)
 		}
 		to := s
 		if d == Read {
-			to &^= afterBit
+			to &^= afterBit | shortBit
 		}
 		if !h.in[d] {
 			to += inUnit(d)
@@ -97,12 +100,15 @@ func (t *Token) enter(h *Holder, d Direction, at int64) bool {
 			continue
 		}
 		if s&^to&afterBit != 0 {
-			t.reckon(h, at)
+			t.reckon(h, at, s&shortBit != 0)
 		}
 		if !h.in[d] {
 			t.count(s, d)
 		}
-		h.in[d], h.wants[d] = true, false
+		if h.wants[d] {
+			h.unwanted(d)
+		}
+		h.in[d] = true
 		return true
 	}
 }
@@ -126,7 +132,7 @@ func (t *Token) open(s uint64, h *Holder, d Direction, at int64) bool {
 	case d == Read:
 		return s&turnBit == 0 && !(h.yields && !h.wants[Read] && wanting(s, Write) > 0)
 	case s&turnBit != 0:
-		return true
+		return s&shortBit == 0 || h.metadata
 	default:
 		return wanting(s, Read) == 0 && at-t.moved[Read].Load() >= int64(t.o.Quiet)
 	}
@@ -134,39 +140,56 @@ func (t *Token) open(s uint64, h *Holder, d Direction, at int64) bool {
 
 // turnIsOver says whether a turn ends: its time is up; nobody is there to use it; or who demanded it does not come.
 func (t *Token) turnIsOver(s uint64, at int64) bool {
-	until := t.turnUntil.Load()
+	began, length, users := t.turnBegan.Load(), int64(t.o.Turn), inside(s, Write)+wanting(s, Write)
+	if s&shortBit != 0 {
+		length, users = length/shortShare, inside(s, Write)+uint64(t.metadata.Load())
+	}
 	switch {
-	case until != 0:
-		return at >= until || inside(s, Write)+wanting(s, Write) == 0 && at-t.moved[Write].Load() >= lull
-	case inside(s, Write)+wanting(s, Write) == 0:
+	case began != 0:
+		return at >= began+length || users == 0 && at-t.moved[Write].Load() >= lull
+	case users == 0:
 		return true
 	}
 	return !t.held(s, Read, at) && at-max(t.demanded.Load(), t.moved[Read].Load()) >= int64(t.o.Stuck)
 }
 
-// demand begins a turn: from now on no read begins.
-func (t *Token) demand(at int64) {
+// demand begins a turn: from now on no read begins. Metadata has short ones of its own, and any where it may not yet
+// have one of those.
+func (t *Token) demand(h *Holder, at int64) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	s := t.state.Load()
-	if s&(turnBit|afterBit) != 0 || at < t.nextTurn.Load() {
+	if s&(turnBit|afterBit) != 0 {
+		return
+	}
+	bits := turnBit
+	switch {
+	case h.metadata && at >= t.nextShort.Load():
+		bits |= shortBit
+	case at < t.nextTurn.Load():
 		return
 	}
 	t.demanded.Store(at)
-	t.turnUntil.Store(0)
-	for !t.state.CompareAndSwap(s, s|turnBit) {
-		s = t.state.Load() // nobody else sets the bit
+	t.turnBegan.Store(0)
+	for !t.state.CompareAndSwap(s, s&^shortBit|bits) {
+		s = t.state.Load() // nobody else sets the bits
 	}
 	t.turns.Add(1)
 }
 
-// reckon sets when the next turn may be demanded, by what the last one cost the first reader after it.
-func (t *Token) reckon(h *Holder, at int64) {
+// reckon sets when the next turn of a kind may be demanded, by what the last one cost the first reader after it. While
+// reads that were in flight ended, the drive was still busy with them, but with fewer and fewer: half of that counts.
+func (t *Token) reckon(h *Holder, at int64, short bool) {
 	lost := int64(0)
 	if since := h.since[Read].Load(); since != 0 {
-		lost = at - max(since, t.demanded.Load())
+		demanded := t.demanded.Load()
+		lost = at - max(since, demanded+(t.turnBegan.Load()-demanded)/2)
 	}
-	t.nextTurn.Store(at + min(readsShare*lost, int64(t.o.Stuck)))
+	if short {
+		t.nextShort.Store(at + min(shortReadsShare*lost, int64(t.o.Stuck)))
+	} else {
+		t.nextTurn.Store(at + min(readsShare*lost, int64(t.o.Stuck)))
+	}
 }
 
 // leave is the end of a holder's commands of one direction.
