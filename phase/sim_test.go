@@ -279,7 +279,7 @@ func TestMetadataBesideReads(t *testing.T) {
 // waits for its patience and for what reads have in flight, however lately the backlog had its turn. Permanent commits
 // wait longer, and reads keep their part in any case.
 func TestMetadataBesideABacklog(t *testing.T) {
-	const fraction, step, length = 1, 10 * time.Microsecond, 3 * time.Second
+	const fraction, step, length = 1, 10 * time.Microsecond, 1500 * time.Millisecond
 	alone := newWorld(phase.Options{}, paper(t, fraction))
 	alone.user(phase.Data, step, lanes(6, phase.Read, 128)...)
 	alone.run(length)
@@ -299,7 +299,7 @@ func TestMetadataBesideABacklog(t *testing.T) {
 		share := float64(w.bytes(phase.Read)) / float64(alone.bytes(phase.Read))
 		t.Logf("a commit each %v to %v: %d, the slowest %v; reads %.1f %%, writes %d MiB, %d turns", c.pause, 2*c.pause,
 			commit.done, commit.slowest, 100*share, w.bytes(phase.Write)>>20, s.Turns)
-		require.Greater(t, commit.done, 10)
+		require.Greater(t, commit.done, 5)
 		require.Less(t, commit.slowest, c.slowest)
 		require.GreaterOrEqual(t, share, .95)
 		require.Zero(t, s.Mixed)
