@@ -7,6 +7,7 @@ import (
 	"math"
 	"net"
 	"net/http"
+	"slices"
 	"strconv"
 	"time"
 
@@ -280,7 +281,7 @@ func newCollector(d *Daemon) *collector {
 	for _, m := range phaseMetrics {
 		describe("drive_phase_"+m.name, m.help, "drive")
 	}
-	for _, m := range wearMetrics {
+	for _, m := range slices.Concat(wearMetrics, placementMetrics) {
 		describe("drive_"+m.name, m.help, "drive")
 	}
 	for _, m := range volumeMetrics {
@@ -323,6 +324,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for index, w := range s.Wear {
 		emit(c, out, wearMetrics, "drive_", &w, index)
+		emit(c, out, placementMetrics, "drive_", &w, index)
 	}
 	emit(c, out, volumeMetrics, "", s)
 	for id, e := range s.Engines {

@@ -33,6 +33,8 @@ type DriveWear struct {
 	RatedUsed  float64  `json:"rated_used,omitempty"`       // part of 1; may be exceeded
 	YearsLeft  *float64 `json:"rated_years_left,omitempty"` // at the last hour's rate; absent if nothing is written
 
+	Placement *PlacementWear `json:"placement,omitempty"`
+
 	Log     *DriveLog `json:"log,omitempty"`
 	LogLack string    `json:"log_lack,omitempty"` // why there is no Log
 }
@@ -54,6 +56,8 @@ type DriveLog struct {
 	MediaFactor     float64 `json:"media_write_amplification,omitempty"`
 	// MediaFactorLife is MediaFactor over the drive's life.
 	MediaFactorLife float64 `json:"media_write_amplification_life,omitempty"`
+
+	Placement *PlacementLog `json:"fdp,omitempty"` // of drives with Flexible Data Placement
 }
 
 // Rate says what a rating makes of what was written.
@@ -103,6 +107,7 @@ func readDriveLog(d drive.Drive, read logReader, now time.Time) (*DriveLog, erro
 		return nil, err
 	}
 	l := &DriveLog{At: now, HostWritten: smart.HostBytesWritten(), UsedPercent: smart.Used, SparePercent: smart.Spare}
+	l.Placement = readPlacementLog(d, read)
 	b = make([]byte, nvme.OCPLogBytes)
 	// Few drives have this page, and what page C0h is on others is theirs to say: either way there is no figure.
 	if read(d, nvme.LogOCP, b) != nil {
@@ -125,6 +130,7 @@ func factor(written, meant float64) float64 {
 
 // since compares a log with the one of the mount's beginning.
 func (l *DriveLog) since(first *DriveLog, ours uint64) {
+	l.Placement.since(first.Placement)
 	l.HostSinceMount = max(0, l.HostWritten-first.HostWritten)
 	l.HostFactor = factor(l.HostSinceMount, float64(ours))
 	if first.MediaWritten > 0 {
@@ -305,7 +311,14 @@ func (w *wearWatch) stats(now time.Time) map[string]DriveWear {
 		s.MinuteDWPD, s.HourDWPD = wear.DWPD(s.MinuteRate, d.capacity), wear.DWPD(s.HourRate, d.capacity)
 		if d.log != nil {
 			l := *d.log
+			if l.Placement != nil {
+				p := *l.Placement
+				l.Placement = &p
+			}
 			s.Log = &l
+		}
+		if dev, _ := useOf(w.volume.Drive(index)); dev != nil {
+			s.Placement = placementWear(dev)
 		}
 		s.Rate(w.ratings.Of(index))
 		out[fmt.Sprint(index)] = s

@@ -22,6 +22,7 @@ type logDrive struct {
 	smart  nvme.SMARTLog
 	ocp    nvme.OCPLog
 	hasOCP bool
+	fdp    *nvme.FDPStats
 	err    error
 }
 
@@ -37,6 +38,10 @@ func (l *logDrive) read(_ drive.Drive, page uint8, p []byte) error {
 		return err
 	case page == nvme.LogOCP && l.hasOCP:
 		b, err := l.ocp.AppendBinary(nil)
+		copy(p, b)
+		return err
+	case page == nvme.LogFDPStats && l.fdp != nil:
+		b, err := l.fdp.AppendBinary(nil)
 		copy(p, b)
 		return err
 	}
@@ -107,6 +112,28 @@ func TestWearWatch(t *testing.T) {
 	require.Nil(t, s.Log)
 	require.Equal(t, "no answer", s.LogLack)
 	require.InEpsilon(t, 0.09, s.RatedUsed, 1e-3, "without a log only what this mount wrote is known")
+}
+
+// A drive with Flexible Data Placement says what its media took, of the group that it is in.
+func TestWearByPlacement(t *testing.T) {
+	w := newWorld(t, gpufile.Options{}, ControlOptions{})
+	log := logDrive{fdp: &nvme.FDPStats{HostWritten: [2]uint64{10 << 20}, MediaWritten: [2]uint64{20 << 20}}}
+	watch := newWearWatch(w.volume, func() map[uint16]uint64 { return nil }, func(uint16) uint64 { return 0 }, log.read,
+		wear.Ratings{})
+	now := time.Unix(1_700_000_000, 0)
+	s := watch.settled(t, now)
+	require.InDelta(t, 2, s.Log.Placement.AmplificationLife, 1e-9)
+	require.Zero(t, s.Log.Placement.Amplification, "nothing was written yet")
+	log.fdp.HostWritten[0] += 8 << 20
+	log.fdp.MediaWritten[0] += 10 << 20
+	log.fdp.MediaErased[0] = 3 << 20
+	s = watch.settled(t, now.Add(time.Minute))
+	require.InDelta(t, 1.25, s.Log.Placement.Amplification, 1e-9)
+	require.InDelta(t, 8<<20, s.Log.Placement.HostSinceMount, 0)
+	require.InDelta(t, 3<<20, s.Log.Placement.MediaErased, 0)
+	require.Nil(t, s.Placement, "memory is not told")
+	log.fdp = nil
+	require.Nil(t, watch.settled(t, now.Add(2*time.Minute)).Log.Placement)
 }
 
 // Logs are read once a minute, each by one reader at a time.

@@ -1,6 +1,7 @@
 package drive
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -25,8 +26,15 @@ const (
 	// LogBytesMax is the longest log page that ReadLog reads.
 	LogBytesMax = 4096
 
+	// namespaceIoctl is NVME_IOCTL_ID, which answers the namespace's number.
+	namespaceIoctl = 0x4e40
+
 	opGetLogPage = 0x02
-	nsidAll      = 0xffffffff
+	opIdentify   = 0x06
+	pageFDPStats = 0x22
+	// identifyGroup is where ENDGID is in Identify Namespace (NVM 1.0 figure 97).
+	identifyGroup = 102
+	nsidAll       = 0xffffffff
 	// retainEvents: looking at a log page must not acknowledge the events that others wait for (Base 2.0 figure 197).
 	retainEvents = 1 << 15
 	// logPatience is how long the drive may take for an answer, in milliseconds.
@@ -35,6 +43,7 @@ const (
 	statusMask           = 0x7ff
 	statusInvalidOpcode  = 0x001
 	statusInvalidField   = 0x002
+	statusFDPDisabled    = 0x029
 	statusInvalidLogPage = 0x109
 )
 
@@ -56,8 +65,8 @@ var _ = [1]struct{}{}[unsafe.Sizeof(adminCommand{})-72]
 var namespaceName = regexp.MustCompile(`/nvme\d+(c\d+)?n\d+(/nvme\d+n\d+p\d+)?$`)
 
 // ReadLog reads a log page of the NVMe drive that a block device is a namespace of. It is the drive's page, whoever
-// else has a part of that drive. p has its length: a multiple of 4, at most LogBytesMax. ErrNotNVMe and ErrNoLog say
-// that there is none; reading needs CAP_SYS_ADMIN.
+// else has a part of that drive; the FDP statistics are those of the namespace's endurance group. p has its length: a
+// multiple of 4, at most LogBytesMax. ErrNotNVMe and ErrNoLog say that there is none; reading needs CAP_SYS_ADMIN.
 func ReadLog(d Drive, page uint8, p []byte) error {
 	if n, ok := d.(interface{ ReadLog(uint8, []byte) error }); ok {
 		return n.ReadLog(page, p)
@@ -78,17 +87,47 @@ func ReadLog(d Drive, page uint8, p []byte) error {
 	}
 	buf := AlignedBuffer(LogBytesMax)
 	defer FreeBuffer(buf)
-	c := logCommand(page, buf[:len(p)])
-	status, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(f.fd), adminIoctl, uintptr(unsafe.Pointer(&c)))
-	runtime.KeepAlive(buf)
-	if errno != 0 {
-		return fmt.Errorf("drive %s: log page %02xh: %w", f.name, page, errno)
+	err := error(nil)
+	group := uint16(0)
+	if page == pageFDPStats {
+		group, err = f.enduranceGroup(buf)
 	}
-	if err := logStatus(status); err != nil {
+	if err == nil {
+		c := logCommand(page, group, buf[:len(p)])
+		err = f.admin(&c, buf)
+	}
+	if err != nil {
 		return fmt.Errorf("drive %s: log page %02xh: %w", f.name, page, err)
 	}
 	copy(p, buf)
 	return nil
+}
+
+// admin sends a command whose data are in buf.
+func (f *file) admin(c *adminCommand, buf []byte) error {
+	status, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(f.fd), adminIoctl, uintptr(unsafe.Pointer(c)))
+	runtime.KeepAlive(buf)
+	if errno != 0 {
+		return errno
+	}
+	return logStatus(status)
+}
+
+// enduranceGroup asks which one the namespace is in. ErrNoLog: in none.
+func (f *file) enduranceGroup(buf []byte) (uint16, error) {
+	nsid, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(f.fd), namespaceIoctl, 0)
+	if errno != 0 {
+		return 0, errno
+	}
+	c := identifyCommand(uint32(nsid), buf)
+	if err := f.admin(&c, buf); err != nil {
+		return 0, err
+	}
+	group := binary.LittleEndian.Uint16(buf[identifyGroup:])
+	if group == 0 {
+		return 0, ErrNoLog
+	}
+	return group, nil
 }
 
 // checkNVMe asks sysfs, so that the ioctl is never sent to a driver for which its number means something else.
@@ -105,13 +144,22 @@ func (f *file) checkNVMe() error {
 	return nil
 }
 
-// logCommand is Get Log Page into a buffer, for the whole drive.
-func logCommand(page uint8, p []byte) adminCommand {
-	words := uint32(len(p)/4 - 1)
-	return adminCommand{
-		opcode: opGetLogPage, nsid: nsidAll, addr: uint64(uintptr(unsafe.Pointer(&p[0]))), dataLen: uint32(len(p)),
-		cdw10: uint32(page) | retainEvents | words<<16, cdw11: words >> 16, timeoutMilli: logPatience,
+// logCommand is Get Log Page into a buffer: for the whole drive, or for an endurance group of it.
+func logCommand(page uint8, group uint16, p []byte) adminCommand {
+	words, nsid := uint32(len(p)/4-1), uint32(nsidAll)
+	if group != 0 {
+		nsid = 0
 	}
+	return adminCommand{
+		opcode: opGetLogPage, nsid: nsid, addr: uint64(uintptr(unsafe.Pointer(&p[0]))), dataLen: uint32(len(p)),
+		cdw10: uint32(page) | retainEvents | words<<16, cdw11: words>>16 | uint32(group)<<16, timeoutMilli: logPatience,
+	}
+}
+
+// identifyCommand is Identify of a namespace into a buffer of LogBytesMax.
+func identifyCommand(nsid uint32, buf []byte) adminCommand {
+	return adminCommand{opcode: opIdentify, nsid: nsid, addr: uint64(uintptr(unsafe.Pointer(&buf[0]))),
+		dataLen: LogBytesMax, timeoutMilli: logPatience}
 }
 
 // logStatus is the error of a completion's status.
@@ -119,7 +167,7 @@ func logStatus(status uintptr) error {
 	switch status & statusMask {
 	case 0:
 		return nil
-	case statusInvalidOpcode, statusInvalidField, statusInvalidLogPage:
+	case statusInvalidOpcode, statusInvalidField, statusFDPDisabled, statusInvalidLogPage:
 		return ErrNoLog
 	}
 	return fmt.Errorf("the drive answered status %03xh", status&statusMask)

@@ -11,7 +11,7 @@ import (
 // The command as the kernel's header lays it out, byte by byte, but for the address.
 func TestLogCommand(t *testing.T) {
 	buf := make([]byte, 512)
-	c := logCommand(0xc0, buf)
+	c := logCommand(0xc0, 0, buf)
 	require.Equal(t, uint64(uintptr(unsafe.Pointer(&buf[0]))), c.addr)
 	c.addr = 0
 	want := [72]byte{
@@ -21,6 +21,14 @@ func TestLogCommand(t *testing.T) {
 		64: 0x88, 65: 0x13, // 5000 ms
 	}
 	require.Equal(t, want, *(*[72]byte)(unsafe.Pointer(&c)))
+
+	c = logCommand(0x22, 0x0301, buf[:64])
+	c.addr = 0
+	want = [72]byte{0: 0x02, 36: 64, 40: 0x22, 41: 0x80, 42: 15, 46: 0x01, 47: 0x03, 64: 0x88, 65: 0x13}
+	require.Equal(t, want, *(*[72]byte)(unsafe.Pointer(&c)), "of an endurance group, not of namespaces")
+	c = identifyCommand(5, buf)
+	c.addr = 0
+	require.Equal(t, [72]byte{0: 0x06, 4: 5, 37: 16, 64: 0x88, 65: 0x13}, *(*[72]byte)(unsafe.Pointer(&c)))
 }
 
 func TestLogStatus(t *testing.T) {

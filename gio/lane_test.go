@@ -9,6 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"tuttifs/lifetime"
 	"tuttifs/nvme"
 	"tuttifs/stripe"
 )
@@ -272,4 +273,35 @@ func FuzzCompletions(f *testing.F) {
 			}
 		}
 	})
+}
+
+// Writes carry the directive of what is expected of their slot, and reads none.
+func TestLaneDirectives(t *testing.T) {
+	h := newHand(t, 8)
+	var lives Lifetimes
+	h.m.SetLifetimes(&lives)
+	lives.Set(1, lifetime.Long)
+	lives.Set(2, lifetime.Short)
+	send := func(write bool) (directives [][2]uint16) {
+		ctxs := make([]IOCTX, 3)
+		for i := range ctxs {
+			ctxs[i] = IOCTX{Desc: h.mem.Desc(i * 4096), Slot: uint32(i)}
+		}
+		ticket, err := h.ring.issue(write, h.m, ctxs, noLayer)
+		require.NoError(t, err)
+		tail := int(atomic.LoadUint32(h.queue.Memory.SQTail))
+		for i := range ctxs {
+			e := &h.queue.Memory.SQ[(tail-len(ctxs)+i)&7]
+			kind, specific := e.Directive()
+			directives = append(directives, [2]uint16{uint16(kind), specific})
+			h.post(e.CID, 0)
+		}
+		h.wait(ticket, nil, 0)
+		return directives
+	}
+	none := [][2]uint16{{}, {}, {}}
+	require.Equal(t, none, send(true), "the drive has none")
+	h.ring.lanes[0].queues[0].directive = Directive{Type: 2, Specific: [lifetime.Classes]uint16{5, 6, 7, 8}}
+	require.Equal(t, [][2]uint16{{2, 5}, {2, 8}, {2, 7}}, send(true))
+	require.Equal(t, none, send(false))
 }

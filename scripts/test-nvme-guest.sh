@@ -147,6 +147,8 @@ lives() {
   must tuttifs mount --log /tmp/log $options "$@" /mnt/kv
   must $replay /tmp/trace /mnt/kv
   grep -e blocks -e read -e written /tmp/out
+  must tuttifs info --wear /mnt/kv
+  cp /tmp/out /tmp/wear
   # Again and again, so that some engine is there however late the daemon is killed: the first one stores.
   timeout 60 sh -c "while $replay /tmp/more /mnt/kv; do :; done" >/tmp/killed 2>&1 &
   within 30 files 220
@@ -165,10 +167,17 @@ lives() {
   must tuttifs fsck -n --data "$@"
   tail -n 2 /tmp/out
 }
+# amplification DRIVE...: prints what those of a volume's drives count that place data, which must be something.
+amplification() {
+  must tuttifs info --wear "$@"
+  says 'ERASED'
+  grep -A 1 ERASED /tmp/out
+}
 
 volume() {
   title "a volume on the kernel's driver, whose daemon is killed while an engine stores"
   lives "$(node A 1)" "$(node B 1)" "$(node C 1)" "$(node D 1)"
+  amplification "$(node A 1)" "$(node B 1)" "$(node C 1)" "$(node D 1)"
 
   title "what was written through the kernel's driver, read through ours"
   must tuttifs drives bind --force --force $A $B $C $D
@@ -176,6 +185,9 @@ volume() {
 
   title "a volume on our driver, whose daemon is killed while an engine stores"
   lives $A $B $C/1 $D/1 $D/2
+  # Only B has placement handles: what was written to it since the mount, by lifetime.
+  grep -A 1 HANDLES /tmp/wear || fail "nothing was written apart"
+  amplification $A $B $C/1 $D/1 $D/2
 
   title "what was written through our driver, read through the kernel's"
   must tuttifs drives unbind $A $B $C $D

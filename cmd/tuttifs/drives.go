@@ -11,6 +11,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tuttifs/daemon"
+	"tuttifs/drive"
 	"tuttifs/nvme/vfio"
 )
 
@@ -33,7 +35,9 @@ type namespaceDocument struct {
 	LBABytes int      `json:"lba_bytes"`
 	Uses     []string `json:"uses"`
 	Content  *content `json:"content,omitempty"` // absent if it could not be read
-	Error    string   `json:"error,omitempty"`
+	// Log is what the drive says of its wear, where it may be asked.
+	Log   *daemon.DriveLog `json:"log,omitempty"`
+	Error string           `json:"error,omitempty"`
 }
 
 type controllerDocument struct {
@@ -163,6 +167,7 @@ func (m *drivesMachine) namespace(d *vfio.Disk) namespaceDocument {
 		return n
 	}
 	n.Content = &c
+	n.Log = logOf(path)
 	// Filesystems, RAID and the like claim a device exclusively, and a daemon of tuttifs locks it.
 	claim, err := unix.Open(path, unix.O_RDONLY|unix.O_EXCL|unix.O_CLOEXEC, 0)
 	if err == nil {
@@ -175,13 +180,36 @@ func (m *drivesMachine) namespace(d *vfio.Disk) namespaceDocument {
 	return n
 }
 
+// logOf is nil for what is no NVMe drive, or may not be asked.
+func logOf(path string) *daemon.DriveLog {
+	d, err := drive.Open(path, drive.Options{ReadOnly: true, NoLock: true})
+	if err != nil {
+		return nil
+	}
+	defer d.Close()
+	l, _ := daemon.DriveLogOf(d)
+	return l
+}
+
+// amplification is the drive's own over its life, by the log that it has.
+func (n *namespaceDocument) amplification() string {
+	switch l := n.Log; {
+	case l == nil:
+		return "-"
+	case l.Placement != nil:
+		return timesOrDash(l.Placement.AmplificationLife)
+	default:
+		return timesOrDash(l.MediaFactorLife)
+	}
+}
+
 func (d *drivesDocument) print(e *env) {
 	if len(d.Controllers) == 0 {
 		e.printf("no NVMe controllers\n")
 		return
 	}
 	w := table(e.stdout)
-	fmt.Fprintln(w, "ADDRESS\tDRIVER\tGROUP\tMODEL\tSERIAL\tNAMESPACE\tSIZE\tBLOCKS\tHOLDS\tIN USE")
+	fmt.Fprintln(w, "ADDRESS\tDRIVER\tGROUP\tMODEL\tSERIAL\tNAMESPACE\tSIZE\tBLOCKS\tHOLDS\tAMPLIFIED\tIN USE")
 	for i := range d.Controllers {
 		c := &d.Controllers[i]
 		group := orDash(c.Group)
@@ -190,7 +218,7 @@ func (d *drivesDocument) print(e *env) {
 		}
 		head := []string{c.Address, orDash(c.Driver), group, orDash(c.Model), orDash(c.Serial)}
 		if len(c.Namespaces) == 0 {
-			fmt.Fprintln(w, strings.Join(append(head, "-", "-", "-", "-", "-"), "\t"))
+			fmt.Fprintln(w, strings.Join(append(head, "-", "-", "-", "-", "-", "-"), "\t"))
 		}
 		for _, n := range c.Namespaces {
 			holds := "cannot be read"
@@ -198,7 +226,7 @@ func (d *drivesDocument) print(e *env) {
 				holds = n.Content.What
 			}
 			fmt.Fprintln(w, strings.Join(append(head, n.Name, humanBytes(uint64(n.Bytes)), strconv.Itoa(n.LBABytes), holds,
-				orDash(strings.Join(n.Uses, "; "))), "\t"))
+				n.amplification(), orDash(strings.Join(n.Uses, "; "))), "\t"))
 			head = []string{"", "", "", "", ""}
 		}
 	}

@@ -100,11 +100,46 @@ func printLogs(e *env, drives []wearDocument) {
 	if logs {
 		e.printf("by the drives' own logs, which count the whole drive and whoever writes to it\n")
 	}
+	printPlacement(e, drives)
 	for i := range drives {
 		if d := &drives[i]; d.Log == nil {
 			e.printf("drive %d has no log of its own: %s\n", d.Index, orDash(d.LogLack))
 		}
 	}
+}
+
+// printPlacement shows what drives with Flexible Data Placement count, and what was written apart on drives of ours.
+func printPlacement(e *env, drives []wearDocument) {
+	counted := func(d *wearDocument) bool { return d.Log != nil && d.Log.Placement != nil }
+	if slices.ContainsFunc(drives, func(d wearDocument) bool { return counted(&d) }) {
+		w := table(e.stdout)
+		fmt.Fprint(w, "\nDRIVE\tHOST\tMEDIA\tERASED\tAMPLIFIED\tSINCE THE MOUNT\n")
+		for i := range drives {
+			if d := &drives[i]; counted(d) {
+				l := d.Log.Placement
+				fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\n", d.Index, humanBytes(uint64(l.HostWritten)),
+					humanBytes(uint64(l.MediaWritten)), humanBytes(uint64(l.MediaErased)), timesOrDash(l.AmplificationLife),
+					timesOrDash(l.Amplification))
+			}
+		}
+		w.Flush()
+		e.printf("by their statistics of flexible data placement, of the endurance group\n")
+	}
+	placed := func(d *wearDocument) bool { return d.Placement != nil && d.Placement.Handles > 0 }
+	if !slices.ContainsFunc(drives, func(d wearDocument) bool { return placed(&d) }) {
+		return
+	}
+	w := table(e.stdout)
+	fmt.Fprint(w, "\nDRIVE\tHANDLES\tMETADATA\tSHORT\tNORMAL\tLONG\n")
+	for i := range drives {
+		if d := &drives[i]; placed(d) {
+			p := d.Placement
+			fmt.Fprintf(w, "%d\t%d\t%s\t%s\t%s\t%s\n", d.Index, p.Handles, humanBytes(p.Metadata), humanBytes(p.Short),
+				humanBytes(p.Normal), humanBytes(p.Long))
+		}
+	}
+	w.Flush()
+	e.printf("written by this mount, by how long it will probably stay\n")
 }
 
 // printRated shows what the ratings make of it.
