@@ -184,9 +184,13 @@ func (m *Member) Close() {
 			ses.release(k, ps)
 		}
 	}
+	why := ErrSession
+	if !last { // it goes on for the others
+		why = fmt.Errorf("%w: a process of the session has left before all ranks had committed", ErrNotFound)
+	}
 	for _, r := range ses.reservations {
 		if r.state == reserveOpen && (last || r.has(m)) {
-			ses.abort(r, m, ErrSession)
+			ses.abort(r, m, why)
 		}
 	}
 	ses.ended = last

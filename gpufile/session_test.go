@@ -302,7 +302,7 @@ func TestDeath(t *testing.T) {
 
 	rank.Close()
 	rank.Close()
-	require.ErrorIs(t, wait(t, ticket), ErrSession, "the other rank learns that nothing was stored")
+	require.ErrorIs(t, wait(t, ticket), ErrNotFound, "the other rank learns that nothing was stored")
 	_, ok = rank.Authorize(true, d, unit, units)
 	require.False(t, ok)
 	_, err = rank.Peek(g, 0, keys)

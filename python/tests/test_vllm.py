@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import tuttifs
 from tuttifs.vllm import files, identity, options, scheduler
 from tuttifs.vllm.files import Group
-from tuttifs.vllm.messages import PoolSpec, Report
+from tuttifs.vllm.messages import Pass, PoolSpec, Report, Weighed
 from volume import Mounted, View
 
 FULL = Group(0, ("a", "b"), 4, (2048, 2048))
@@ -233,6 +233,7 @@ def spec(facts=FACTS, group=GROUP):
 
 def request(name, tokens, **more):
     return SimpleNamespace(**{"request_id": name, "all_token_ids": tokens, "num_computed_tokens": 0,
+                              "num_prompt_tokens": len(tokens),
                               "lora_request": None,
                               "cache_salt": None, "mm_features": [], "kv_transfer_params": None, **more})
 
@@ -355,10 +356,88 @@ class Schedule(Mounted):
         self.assertIsInstance(event, scheduler.Removed)
         self.assertEqual(event.keys, tuttifs.keys(PROMPT, 4)[:1])
 
+    def test_removed_by_others_is_told(self):
+        """Without a lookup, and not of what was never announced."""
+        s, r = self.scheduling, request("e", PROMPT)
+        s.matched(r, 0)
+        step = s.step({"e": 17}, lambda name: TABLE)
+        keys = tuttifs.keys(PROMPT, 4)
+        self.put(keys)
+        s.heard(Report(step.number, stores={step.stores[0].number: {0: [0, 1]}}), ())
+        self.assertEqual([e.keys for e in s.take_events()], [[keys[0]], [keys[1]]])
+        self.volume.run("evict", self.volume.path, self.spec.name, "--prefix", keys[3].hex())
+        removed = self.poll(s)
+        self.assertEqual({k for e in removed for k in e.keys}, set(keys[:2]))
+        self.assertTrue(all(isinstance(e, scheduler.Removed) for e in removed))
+
+    def poll(self, s):
+        s._poll_at = 0
+        return s.take_events()
+
+    def test_gone_before_it_was_announced(self):
+        s, r = self.scheduling, request("e", PROMPT)
+        s.matched(r, 0)
+        step = s.step({"e": 17}, lambda name: TABLE)
+        keys = tuttifs.keys(PROMPT, 4)
+        self.put(keys)
+        self.volume.run("evict", self.volume.path, self.spec.name, "--prefix", keys[3].hex())
+        self.assertEqual(self.poll(s), [])
+        self.put(keys[:2])
+        s.heard(Report(step.number, stores={step.stores[0].number: {0: [0, 1, 2, 3]}}), ())
+        self.assertEqual([e.keys for e in self.poll(s)], [keys[:1], keys[1:2]])  # and not what is gone
+
+    def test_nobody_wants_events(self):
+        s = scheduler.Scheduling(self.options, 4, [self.spec], telling=False)
+        self.addCleanup(s.close)
+        r = request("e", PROMPT)
+        s.matched(r, 0)
+        step = s.step({"e": 17}, lambda name: TABLE)
+        s.heard(Report(step.number, stores={step.stores[0].number: {0: [0]}}), ())
+        self.assertEqual((s.take_events(), len(s._announced)), ([], 0))
+
+    def test_weighed(self):
+        """Where the ranks know what loads take they are asked, and what they say is done."""
+        self.put(tuttifs.keys(PROMPT, 4))
+        o = dataclasses.replace(self.options, slack_table="table")
+        s = scheduler.Scheduling(o, 4, [self.spec])
+        self.addCleanup(s.close)
+        for worth, wanted in ((True, 12), (False, 0)):
+            r = request(f"w{worth}", PROMPT)
+            self.assertIsNone(s.matched(r, 4))
+            step = s.step({}, lambda name: None)
+            self.assertEqual(step.weigh, [Weighed(r.request_id, 12, 1)])
+            self.assertIsNone(s.matched(r, 4))
+            self.assertEqual(s.step({}, lambda name: None).weigh, [])  # once
+            s.heard(Report(step.number, worth={r.request_id: True}).merge(
+                Report(step.number, worth={r.request_id: worth})), ())
+            self.assertEqual(s.matched(r, 4), wanted)
+        # What was not loaded is computed, and not stored once more.
+        self.assertEqual(s.counts.take(), {"refused_tokens": 12})
+        self.assertEqual(s.step({r.request_id: 17}, lambda name: TABLE).stores, [])
+        off = scheduler.Scheduling(dataclasses.replace(o, scheduler=False), 4, [self.spec])
+        self.addCleanup(off.close)
+        self.assertEqual(off.matched(request("off", PROMPT), 0), 16)
+
+    def test_what_a_step_computes(self):
+        s, a, b = self.scheduling, request("a", PROMPT), request("b", PROMPT[:9])
+        s.track(a), s.track(b)
+        a.num_computed_tokens, b.num_computed_tokens = 4, 9
+        self.assertIsNone(s.step({}, lambda name: None).computes)
+        self.assertEqual(s.step({"a": 13, "b": 1}, lambda name: None).computes, Pass(14, 13, False))
+        a.num_computed_tokens = 17
+        self.assertEqual(s.step({"a": 3, "b": 1}, lambda name: None).computes, Pass(4, 26, True))  # 2 are guessed
+
+    def test_fixed_weights(self):
+        self.put(tuttifs.keys(PROMPT, 4))
+        s = scheduler.Scheduling(dataclasses.replace(self.options, fixed_weights=True), 4, [self.spec])
+        self.addCleanup(s.close)
+        s.reset()
+        self.assertEqual(s.matched(request("a", PROMPT), 0), 16)
+
     def test_reset_ends_it(self):
         self.put(tuttifs.keys(PROMPT, 4))
         self.assertEqual(self.scheduling.matched(request("a", PROMPT), 0), 16)
-        self.scheduling.stop()
+        self.scheduling.reset()
         self.assertEqual(self.scheduling.matched(request("b", PROMPT), 0), 0)
         self.assertEqual(self.scheduling.step({"b": 17}, lambda name: TABLE).stores, [])
 

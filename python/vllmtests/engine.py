@@ -73,6 +73,10 @@ class Engine:
         """Forgets the engine's own cache, so that the next hits are the mount's."""
         assert self.ask(do="reset")["reset"]
 
+    def sleep(self) -> None:
+        """Sleeps and wakes: its own cache is gone."""
+        assert self.ask(do="sleep")["awake"]
+
     def count(self, name: str) -> float:
         return float(self.ask(do="metrics")[f"vllm:{name}"])
 

@@ -5,6 +5,7 @@ engines.
                        ->  {"outputs": [{"tokens": [...], "cached": n}, ...]}
     {"do": "reset"}    forgets the engine's own cache of prefixes
     {"do": "metrics"}  ->  the counters of the connector, and of preemptions
+    {"do": "sleep"}    sleeps and wakes
     {"do": "end"}
 """
 
@@ -40,6 +41,9 @@ def main() -> None:
             answer({"outputs": [{"tokens": list(o.outputs[0].token_ids), "cached": o.num_cached_tokens} for o in done]})
         elif order["do"] == "reset":
             answer({"reset": llm.reset_prefix_cache()})
+        elif order["do"] == "sleep":
+            llm.sleep(level=1)
+            answer({"awake": llm.wake_up()})
         elif order["do"] == "metrics":
             answer({m.name: m.value for m in llm.get_metrics() if "tuttifs" in m.name or m.name == PREEMPTIONS})
         else:

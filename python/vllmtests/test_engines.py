@@ -50,7 +50,8 @@ def eventually(what: Callable[[], bool], text: str) -> None:
 
 PROMPTS = {name: prompt(seed, length) for seed, (name, length) in enumerate(
     [("short", 63), ("exact", 128), ("odd", 200), ("long", 330), ("damage", 260), ("away", 150), ("full", 190),
-     ("tenant", 140), ("other", 210)])}
+     ("tenant", 140), ("other", 210), ("woken", 170),
+     ("asleep", 180)])}
 PROMPTS["branch"] = PROMPTS["long"][:150] + prompt(99, 80)
 
 
@@ -99,13 +100,14 @@ class Restored(unittest.TestCase):
         self.assertEqual(self.files(), files)
 
     def test_1_one_engine(self) -> None:
-        with self.engine("one", **connector(self.volume.path)) as e:
+        with self.engine("one", **connector(self.volume.path, fixed_weights=True)) as e:
             e.ready()
             self.restores(e)
             self.keeps_tenants_apart(e)
             self.survives_damage(e)
             self.survives_the_daemon(e)
             self.survives_a_full_volume(e)
+            self.wakes(e)
             self.assertEqual(e.count("tuttifs_tainted_files"), 0)
             e.reset()
             self.same(e, "odd", "branch")
@@ -202,6 +204,15 @@ class Restored(unittest.TestCase):
         e.reset()
         self.same(e, "full", "odd")
 
+    def wakes(self, e: Engine) -> None:
+        """What sleeps and wakes with the same weights finds its prefixes, and stores new ones."""
+        before = self.files()
+        e.sleep()
+        self.assertEqual(self.same(e, "odd"), {"odd": whole(PROMPTS["odd"])})
+        e.sleep()
+        self.same(e, "woken")
+        self.stored(before + computed(PROMPTS["woken"]))
+
     def settled(self) -> bool:
         """Whether the number of files stays."""
         n = self.files()
@@ -217,6 +228,7 @@ class Restored(unittest.TestCase):
         self.addCleanup(events.close, 0)
         events.subscribe(b"")
         events.connect(f"tcp://127.0.0.1:{port}")
+        self.seen: Dict[str, Set[bytes]] = {"BlockStored": set(), "BlockRemoved": set()}
         told = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://*:{port}"}
         with self.engine("two", async_scheduling=True, kv_events_config=told, **connector(self.volume.path)) as a, \
                 self.engine("three", async_scheduling=False, max_model_len=352, num_gpu_blocks_override=13,
@@ -231,7 +243,15 @@ class Restored(unittest.TestCase):
             self.preempts(b)
             self.same(a, "odd")  # events are taken along by the next step
             wanted = set(tuttifs.keys(PROMPTS["other"], FILE))
-            eventually(lambda: wanted <= self.stored_events(events), "events of what was stored")
+            eventually(lambda: wanted <= self.told(events)["BlockStored"], "events of what was stored")
+            self.assertFalse(wanted & self.seen["BlockRemoved"])
+            # Somebody removes them: it is told without any request that looks for them.
+            self.remove("other")
+
+            def gone() -> bool:
+                self.same(a, "short")
+                return wanted <= self.told(events)["BlockRemoved"]
+            eventually(gone, "events of what was removed")
             a.end()
             b.end()
 
@@ -248,15 +268,20 @@ class Restored(unittest.TestCase):
         self.assertEqual([o["tokens"] for o in outputs], self.many)
         self.assertEqual([o["cached"] for o in outputs], [whole(PROMPTS["away"]), whole(PROMPTS["tenant"])])
 
-    seen: Set[bytes] = set()
-
-    def stored_events(self, events: Any) -> Set[bytes]:
-        """The keys that an engine has published as stored on the mount, until now."""
+    def told(self, events: Any) -> Dict[str, Set[bytes]]:
+        """The keys that an engine has published as stored on the mount, and as removed from it, until now."""
         while events.poll(0):
             for event in msgspec.msgpack.decode(events.recv_multipart()[-1])[1]:
-                if event["type"] == "BlockStored" and event.get("ownership") == "tuttifs":
-                    self.seen |= set(event["block_hashes"])
+                if event["type"] in self.seen and event.get("ownership") == "tuttifs":
+                    self.seen[event["type"]] |= set(event["block_hashes"])
         return self.seen
+
+    def remove(self, name: str) -> None:
+        """Removes a prompt's files from the mount."""
+        keys = {k.hex() for k in tuttifs.keys(PROMPTS[name], FILE)}
+        for directory, _, names in os.walk(self.volume.path):
+            for n in keys & set(names):
+                os.unlink(os.path.join(directory, n))
 
     def test_3_layerwise(self) -> None:
         with self.engine("layerwise", **connector(self.volume.path, layerwise=True)) as e:
@@ -267,6 +292,13 @@ class Restored(unittest.TestCase):
             e.reset()
             self.same(e, "odd", "other")  # the step that loads is the one that fails, and is done again
             self.assertEqual(e.count("tuttifs_failed_files"), 1)
+            # Nobody has said that its weights stay the same: after sleep it uses nothing that is stored, and stores
+            # nothing.
+            e.sleep()
+            before = self.files()
+            self.assertEqual(self.same(e, "other", "asleep"), {"other": 0, "asleep": 0})
+            self.assertTrue(self.settled())
+            self.assertEqual(self.files(), before)
             e.end()
 
     def test_4_two_ranks(self) -> None:

@@ -1,14 +1,18 @@
 """Both sides of the connector without vLLM: every byte of what is stored and restored, in all layouts, for several
 ranks and groups. TUTTIFS_TEST_DEVICE=cuda runs them on a GPU."""
 
+import ctypes
 import dataclasses
+import gc
+import mmap
 import os
 import random
 import sys
 import time
 import unittest
+import weakref
 from types import SimpleNamespace
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import torch
 
@@ -20,7 +24,8 @@ import tuttifs
 from tuttifs.vllm import identity, options, scheduler
 from tuttifs.vllm.files import Group
 from tuttifs.vllm.messages import PoolSpec, Report, Step
-from tuttifs.vllm.worker import Caches, Worker
+from tuttifs.vllm.sleeping import follow
+from tuttifs.vllm.worker import Caches, Rank, Worker
 
 DEVICE = torch.device(os.environ.get("TUTTIFS_TEST_DEVICE", "cpu"))
 BLOCKS, HEADS, TOKENS, WIDTH, FILE = 256, 2, 8, 48, 16
@@ -51,11 +56,12 @@ def padded(layers: int) -> List[torch.Tensor]:
 LAYOUTS = (plain, tokens_first, interleaved, padded)
 
 
-class Side:
-    """An engine: its scheduler's side, its ranks, and the tensors of each."""
+class Shared:
+    """An engine's scheduler's side, and its turns. Where its ranks are is for those who inherit from it."""
 
-    def __init__(self, test: "Mounted", groups: Sequence[Group] = (FULL,), layout: Any = plain, ranks: int = 1,
-                 replicas: int = 1, **more: Any) -> None:
+    ended: List[Tuple[Set[str], Set[str], Set[int]]]  # of each rank: what ended in the last step
+
+    def __init__(self, test: "Mounted", groups: Sequence[Group], ranks: int, replicas: int, **more: Any) -> None:
         self.groups = groups
         self.options = options.Options.parse({"path": test.volume.path, "staging_bytes": 1 << 20, "retry_seconds": 0.05,
                                               **more})
@@ -68,39 +74,11 @@ class Side:
         self.specs = specs
         self.scheduling = scheduler.Scheduling(self.options, FILE, specs)
         test.addCleanup(self.scheduling.close)
-        self.caches: List[Dict[str, torch.Tensor]] = []
-        self.workers: List[Worker] = []
-        for rank in range(ranks):
-            caches = {name: t for g in groups for name, t in zip(g.layers, layout(len(g.layers)))}
-            self.caches.append(caches)
-            worker = Worker(self.options, Caches(groups, BLOCKS, caches), rank // replicas, rank % replicas == 0)
-            test.addCleanup(worker.close)
-            self.workers.append(worker)
         self.events: List[Any] = []
-
-    def fill(self, seed: int) -> None:
-        g = torch.Generator().manual_seed(seed)
-        for caches in self.caches:
-            for t in caches.values():
-                t.copy_(torch.randn(t.shape, generator=g).to(torch.bfloat16))
 
     def run(self, step: Step) -> Report:
         """What a step does in every rank, in vLLM's order."""
-        reports = []
-        self.ended: List[Tuple[set, set, set]] = []
-        for w in self.workers:
-            w.start_loads(step)
-            for g in self.groups:
-                for name in g.layers:
-                    w.wait_for_layer(name)
-            w.gather(step)
-        for w in self.workers:
-            self.ended.append(w.finished_loads())
-            reports.append(w.report())
-        whole = reports[0]
-        for r in reports[1:]:
-            whole = whole.merge(r)
-        return whole
+        raise NotImplementedError
 
     def turn(self, scheduled: Optional[Dict[str, int]] = None, tables: Any = None) -> None:
         step = self.scheduling.step(scheduled or {}, lambda name: tables)
@@ -121,12 +99,22 @@ class Side:
             self.turn()
             time.sleep(0.01)
 
+    def matched(self, r: Any, local: int = 0) -> int:
+        """What is to be loaded, asked until the ranks have said so."""
+        n = self.scheduling.matched(r, local)
+        if n is None:
+            self.turn()
+            n = self.scheduling.matched(r, local)
+        assert n is not None
+        return n
+
     def load(self, r: Any, tables: Any, local: int = 0) -> int:
         """Loads what is stored of a request. Returns the tokens; `bad` and `failed` are what the ranks said."""
-        n = self.scheduling.matched(r, local)
+        n = self.matched(r, local)
         self.scheduling.allocated(r, tables, n)
-        ended, self.bad, self.failed = [set() for _ in self.workers], set(), set()
+        self.bad, self.failed = set(), set()
         report = self.run(self.scheduling.step({}, lambda name: tables))
+        ended: List[Set[str]] = [set() for _ in self.ended]
         limit = time.monotonic() + 30
         while n:
             for e, (done, failed, bad) in zip(ended, self.ended):
@@ -140,13 +128,57 @@ class Side:
             report = self.run(self.scheduling.step({}, lambda name: None))
         return n
 
+
+class Side(Shared):
+    """An engine whose ranks are in this process, with the tensors of each."""
+
+    def __init__(self, test: "Mounted", groups: Sequence[Group] = (FULL,), layout: Any = plain, ranks: int = 1,
+                 replicas: int = 1, **more: Any) -> None:
+        super().__init__(test, groups, ranks, replicas, **more)
+        self.caches: List[Dict[str, torch.Tensor]] = []
+        self.workers: List[Worker] = []
+        for rank in range(ranks):
+            caches = {name: t for g in groups for name, t in zip(g.layers, layout(len(g.layers)))}
+            self.caches.append(caches)
+            worker = Worker(self.options, Caches(groups, BLOCKS, caches),
+                            Rank(rank // replicas, rank % replicas, replicas))
+            test.addCleanup(worker.close)
+            self.workers.append(worker)
+
+    def fill(self, seed: int) -> None:
+        g = torch.Generator().manual_seed(seed)
+        for caches in self.caches:
+            for t in caches.values():
+                t.copy_(torch.randn(t.shape, generator=g).to(torch.bfloat16))
+
+    def run(self, step: Step) -> Report:
+        reports = []
+        self.ended: List[Tuple[set, set, set]] = []
+        for w in self.workers:
+            w.begin(step)
+        for w in self.workers:
+            w.start_loads(step)
+        for w in self.workers:
+            for g in self.groups:
+                for name in g.layers:
+                    w.wait_for_layer(name)
+                    w.layer_done(name)
+            w.gather(step)
+        for w in self.workers:
+            self.ended.append(w.finished_loads())
+            reports.append(w.report())
+        whole = reports[0]
+        for r in reports[1:]:
+            whole = whole.merge(r)
+        return whole
+
     def block(self, rank: int, name: str, block: int) -> torch.Tensor:
         return self.caches[rank][name][block]
 
 
 def request(name: str, tokens: List[int]) -> Any:
-    return SimpleNamespace(request_id=name, all_token_ids=tokens, num_computed_tokens=0, lora_request=None,
-                           cache_salt=None, mm_features=[], kv_transfer_params=None)
+    return SimpleNamespace(request_id=name, all_token_ids=tokens, num_computed_tokens=0, num_prompt_tokens=len(tokens),
+                           lora_request=None, cache_salt=None, mm_features=[], kv_transfer_params=None)
 
 
 def prompt(seed: int, files: int) -> List[int]:
@@ -175,7 +207,7 @@ class Mounted(unittest.TestCase):
                     self.assertTrue(torch.equal(a.block(source, name, at[i]), b.block(rank, name, bt[i])),
                                     (rank, name, i))
 
-    def damage(self, side: Side, key: bytes, line: int = 0) -> None:
+    def damage(self, side: Shared, key: bytes, line: int = 0) -> None:
         for directory, _, names in os.walk(os.path.join(self.volume.path, side.specs[0].name)):
             for n in names:
                 if n == key.hex():
@@ -271,13 +303,13 @@ class Failures(Mounted):
             self.same(a, at, b, bt, last=2)
             self.same(a, at, b, bt, first=4, last=8)
             # Evicted; and the request computes, and stores what was damaged, and only that.
-            self.assertEqual(b.scheduling.matched(r, 0), 0)
-            self.assertEqual(b.scheduling.matched(request("c", tokens), 0), FILE)
+            self.assertEqual(b.matched(r), 0)
+            self.assertEqual(b.matched(request("c", tokens), 0), FILE)
             r.num_computed_tokens = FILE
             b.turn({"b": 3 * FILE}, [bt])
             b.settle()
             self.assertEqual(len(b.events), 1)
-            self.assertEqual(b.scheduling.matched(request("d", tokens), 0), 4 * FILE)
+            self.assertEqual(b.matched(request("d", tokens), 0), 4 * FILE)
 
     def test_a_failed_load_taints_its_step(self) -> None:
         a, b = Side(self), Side(self, layerwise=True)
@@ -286,15 +318,15 @@ class Failures(Mounted):
         a.store(request("a", tokens), [at])
         self.damage(a, tuttifs.keys(tokens, FILE)[0])
         r, o = request("b", tokens), request("o", others)
-        b.scheduling.matched(o, 0)
-        self.assertEqual(b.scheduling.matched(r, 0), 2 * FILE)
+        b.matched(o, 0)
+        self.assertEqual(b.matched(r), 2 * FILE)
         b.scheduling.allocated(r, [bt], 2 * FILE)
         first = b.scheduling.step({"o": FILE, "b": 1}, lambda name: [bt])
         self.assertEqual(len(first.stores), 1)
         report = b.run(first)
         # A step that was planned before the first one's failure was known is no better.
         p = request("p", prompt(702, 1))
-        b.scheduling.matched(p, 0)
+        b.matched(p, 0)
         second = b.run(b.scheduling.step({"p": FILE}, lambda name: [table(9, 2)]))
         b.scheduling.heard(report, ())
         b.scheduling.heard(second, ())
@@ -302,10 +334,10 @@ class Failures(Mounted):
         self.assertEqual(b.scheduling.take_events(), [])
         self.assertEqual(b.workers[0].counts.take()["tainted_files"], 2)
         for s in (o, p):
-            self.assertEqual(b.scheduling.matched(request("again" + s.request_id, s.all_token_ids), 0), 0)
+            self.assertEqual(b.matched(request("again" + s.request_id, s.all_token_ids), 0), 0)
         q = request("q", prompt(703, 1))
         b.store(q, [table(10, 2)])
-        self.assertEqual(b.scheduling.matched(request("q2", q.all_token_ids), 0), FILE)
+        self.assertEqual(b.matched(request("q2", q.all_token_ids), 0), FILE)
 
     def test_the_mount_goes(self) -> None:
         a, b = Side(self), Side(self)
@@ -313,7 +345,7 @@ class Failures(Mounted):
         at, bt, tokens = table(1, 3), table(2, 3), prompt(800, 3)
         a.store(request("a", tokens), [at])
         r = request("b", tokens)
-        self.assertEqual(b.scheduling.matched(r, 0), 3 * FILE)
+        self.assertEqual(b.matched(r), 3 * FILE)
         b.scheduling.allocated(r, [bt], 3 * FILE)
         step = b.scheduling.step({}, lambda name: None)
         self.volume.kill()
@@ -326,12 +358,177 @@ class Failures(Mounted):
         self.assertEqual(bad, set(bt[:6]))
         self.volume.mount()
         limit = time.monotonic() + 60
-        while b.scheduling.matched(request("c", tokens), 0) != 3 * FILE:
+        while b.matched(request("c", tokens), 0) != 3 * FILE:
             self.assertLess(time.monotonic(), limit)
             b.scheduling.finished("c")
             time.sleep(0.05)
         self.assertEqual(b.load(request("d", tokens), [bt]), 3 * FILE)
         self.same(a, at, b, bt, last=6)
+
+
+class Mapped:
+    """Memory as vLLM's allocator has it: while it sleeps its addresses lead nowhere, and whoever touches it dies."""
+
+    def __init__(self, caches: Dict[str, torch.Tensor]) -> None:
+        self.caches = caches
+        self.libc = ctypes.CDLL(None, use_errno=True)
+        self.pages = {name: mmap.mmap(-1, -(-t.numel() * t.element_size() // mmap.PAGESIZE) * mmap.PAGESIZE)
+                      for name, t in caches.items()}
+        for name, t in caches.items():
+            caches[name] = torch.frombuffer(self.pages[name], dtype=t.dtype, count=t.numel()).view(t.shape)
+
+    def protect(self, rights: int) -> None:
+        for name, t in self.caches.items():
+            size = ctypes.c_size_t(len(self.pages[name]))
+            assert self.libc.mprotect(ctypes.c_void_p(t.data_ptr()), size, rights) == 0
+
+    # vLLM's calls
+
+    def sleep(self, offload_tags: Any = None) -> None:
+        for t in self.caches.values():
+            t.zero_()
+        self.protect(0)
+
+    def discard(self, tags: Any) -> None:
+        self.sleep()
+
+    def wake_up(self, tags: Any = None) -> None:
+        self.protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+class Sleeping(Mounted):
+    def test_memory_goes_and_comes_back(self) -> None:
+        a, b = Side(self), Side(self)
+        worker = b.workers[0]
+        if DEVICE.type == "cpu":
+            allocator: Any = Mapped(b.caches[0])
+            worker.caches = Caches(b.groups, BLOCKS, b.caches[0])
+        else:
+            allocator = SimpleNamespace(sleep=lambda offload_tags=None: None, discard=lambda tags: None,
+                                        wake_up=lambda tags=None: None)
+        follow(allocator, worker)
+        a.fill(1)
+        files = 30
+        at, bt, tokens = table(1, files), table(2, files), prompt(1200, files)
+        a.store(request("a", tokens), [at])
+        self.assertEqual(b.load(request("b", tokens), [bt]), files * FILE)
+        for take, tags in ((lambda: allocator.sleep(offload_tags=("weights",)), None),
+                           (lambda: allocator.discard(("kv_cache",)), ["kv_cache"])):
+            # Loads and stores that are under way end first.
+            new, nt = request(f"new{tags}", prompt(1201 + bool(tags), files)), table(3, files)
+            r = request(f"c{tags}", tokens)
+            b.scheduling.allocated(r, [bt], b.matched(r))
+            b.matched(new)
+            b.run(b.scheduling.step({new.request_id: files * FILE}, lambda name: [nt]))
+            before = weakref.ref(worker._end)
+            take()
+            gc.collect()
+            self.assertIsNone(before())  # nothing is registered any more
+            self.assertEqual(worker.finished_loads()[0] | b.ended[0][0], {r.request_id})
+            # While it sleeps loads fail, and what there would be to store is not.
+            r, other = request(f"d{tags}", tokens), request(f"o{tags}", prompt(1203, 2))
+            self.assertEqual(b.load(r, [bt]), files * FILE)
+            self.assertEqual((b.failed, b.bad), ({r.request_id}, set(bt[:2 * files])))
+            b.store(other, [table(4, 2)])
+            self.assertEqual(b.matched(request(f"p{tags}", other.all_token_ids)), 0)
+            allocator.wake_up(["weights"])  # not ours, yet
+            if DEVICE.type == "cpu":
+                allocator.protect(0)
+            self.assertIsNone(worker._attach(b.scheduling.step({}, lambda name: None)))
+            allocator.wake_up(tags)
+            self.assertEqual(b.load(request(f"e{tags}", tokens), [bt]), files * FILE)
+            self.same(a, at, b, bt, last=2 * files)
+            self.assertEqual(b.matched(request(f"q{tags}", prompt(1201 + bool(tags), files))), files * FILE)
+
+
+class Scheduled(Mounted):
+    """What a session's scheduler is told of steps."""
+
+    def stats(self, side: Side) -> tuttifs.SchedulerStats:
+        end = side.workers[0]._end
+        assert end is not None
+        return end.session.scheduler_stats()
+
+    def compute(self, side: Side, r: Any, tokens: int, computed: int, tables: Any) -> None:
+        """A step that computes some tokens of a request behind others."""
+        r.num_computed_tokens = computed
+        side.turn({r.request_id: tokens}, tables)
+
+    def test_steps(self) -> None:
+        for layerwise in (False, True):
+            a, tokens, at = Side(self, layerwise=layerwise), prompt(1100 + layerwise, 4), table(1, 4)
+            r = request("a", tokens)
+            a.scheduling.matched(r, 0)
+            self.compute(a, r, 4 * FILE, 0, [at])
+            self.compute(a, r, 5, 4 * FILE, [at])
+            s = self.stats(a)
+            begun = 0 if layerwise else 1  # the session's first layer is told once
+            self.assertEqual((s.passes, s.layers, s.decode_steps), (2 + begun, 6 + begun, 0))
+            for i in range(3):
+                self.compute(a, r, 1, len(tokens) + i, [at])
+            s = self.stats(a)
+            self.assertEqual((s.passes, s.layers, s.decode_steps), (2 + begun, 6 + begun, 3))
+            a.settle()
+
+    def test_loads_that_no_step_waits_for_are_beside_compute(self) -> None:
+        a, tokens, at, bt = Side(self), prompt(1110, 4), table(1, 4), table(2, 4)
+        a.fill(1)
+        a.store(request("a", tokens), [at])
+        before = self.stats(a)
+        r, o = request("b", tokens), request("o", prompt(1111, 1))
+        a.scheduling.matched(o, 0)
+        a.scheduling.allocated(r, [bt], a.scheduling.matched(r, 0))
+        self.compute(a, o, FILE, 0, [table(3, 1)])  # it would be a pass, but for the load
+        after = self.stats(a)
+        self.assertEqual((after.passes, after.decode_steps), (before.passes, before.decode_steps + 1))
+        self.assertEqual((after.bubbles, after.bubble_ns), (0, 0))
+        a.settle()
+
+    def test_switched_off(self) -> None:
+        a, tokens = Side(self, scheduler=False), prompt(1120, 2)
+        a.store(request("a", tokens), [table(1, 2)])
+        self.assertEqual(a.load(request("b", tokens), [table(2, 2)]), 2 * FILE)
+        s = self.stats(a)
+        self.assertEqual((s.passes, s.layers, s.decode_steps, s.offers), (0, 0, 0, 0))
+
+    def test_what_is_computed_faster_is_not_loaded(self) -> None:
+        """Layers are computed in no time here, so that as soon as that is known nothing is worth loading."""
+        a = Side(self, layerwise=True)
+        a.fill(1)
+        tokens, at = prompt(1130, 4), table(1, 4)
+        a.store(request("a", tokens), [at])
+        self.assertEqual(a.scheduling._weigh, [])
+        loads = 0
+        for i in range(30):
+            r = request(f"r{i}", tokens)
+            self.assertIsNone(a.scheduling.matched(r, 0))  # the ranks are asked
+            self.assertIsNone(a.scheduling.matched(r, 0))
+            a.turn()
+            n = a.scheduling.matched(r, 0)
+            if n == 0:
+                break
+            self.assertEqual(n, 4 * FILE)
+            loads += 1
+            a.scheduling.allocated(r, [table(10 + i, 4)], n)
+            self.compute(a, r, 5, n, [table(10 + i, 4)])
+            # The same tokens again, and none loaded: what all of them take.
+            b = request(f"c{i}", prompt(1131 + i, 4))
+            a.scheduling.matched(b, 0)
+            self.compute(a, b, len(tokens), 0, [at])
+        self.assertEqual(n, 0)
+        self.assertGreater(loads, 0)
+        self.assertGreater(self.stats(a).offers_refused, 0)
+        self.assertEqual(a.scheduling.counts.take()["refused_tokens"], 4 * FILE)
+        a.settle()
+
+    def test_stores_through_a_store_buffer(self) -> None:
+        a, b = Side(self, store_bytes=16 << 20), Side(self)
+        a.fill(9)
+        at, bt, tokens = table(1, 60), table(2, 60), prompt(1140, 60)
+        a.store(request("a", tokens), [at])
+        self.assertGreater(self.stats(a).deferred_objects, 0)
+        self.assertEqual(b.load(request("b", tokens), [bt]), 60 * FILE)
+        self.same(a, at, b, bt, last=120)
 
 
 class Ranks(Mounted):
@@ -349,11 +546,11 @@ class Ranks(Mounted):
         a.fill(1)
         tokens = prompt(901, 2)
         a.workers[0]._tainted = 1  # a load of the first step failed in this rank alone
-        a.scheduling.matched(request("a", tokens), 0)
+        a.matched(request("a", tokens), 0)
         a.turn({"a": 2 * FILE}, [table(1, 2)])
         a.settle()
         self.assertEqual(a.events, [])
-        self.assertEqual(a.scheduling.matched(request("b", tokens), 0), 0)
+        self.assertEqual(a.matched(request("b", tokens), 0), 0)
 
     def test_replicas_have_one_copy(self) -> None:
         a, b = Side(self, ranks=2, replicas=2), Side(self, ranks=2, replicas=2)
@@ -374,7 +571,7 @@ class Hybrid(Mounted):
         files = 5
         tokens, at, aw = prompt(1000, files), table(1, files), table(3, files)
         r = request("a", tokens)
-        a.scheduling.matched(r, 0)
+        a.matched(r, 0)
         a.turn({"a": 2 * FILE}, [at, aw])
         r.num_computed_tokens = 2 * FILE
         passed = [0, 0, *aw[2:]]  # the window has passed the first file
@@ -391,11 +588,11 @@ class Hybrid(Mounted):
         a.fill(1)
         tokens = prompt(1001, 4)
         r = request("a", tokens)
-        a.scheduling.matched(r, 0)
+        a.matched(r, 0)
         # The last file's window blocks were given back before they could be stored.
         a.turn({"a": 4 * FILE}, [table(1, 4), [0] * 8])
         a.settle()
-        self.assertEqual(a.scheduling.matched(request("b", tokens), 0), 0)
+        self.assertEqual(a.matched(request("b", tokens), 0), 0)
 
 
 if __name__ == "__main__":

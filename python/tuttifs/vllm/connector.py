@@ -23,7 +23,8 @@ from .messages import PoolSpec, Report, Step
 from .metrics import COUNTS
 from .options import Options
 from .scheduler import Removed, Scheduling
-from .worker import Caches, Worker, blocks_first, check_staging
+from .sleeping import follow
+from .worker import Caches, Rank, Worker, blocks_first, check_staging
 
 log = logging.getLogger("tuttifs.vllm")
 
@@ -99,6 +100,8 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         if transfer.kv_load_failure_policy != "recompute":
             raise InvalidError('set "kv_load_failure_policy": "recompute": a file that cannot be read would fail its '
                                "request")
+        if vllm_config.model_config.enable_sleep_mode and vllm_config.model_config.sleep_mode_backend != "cumem":
+            raise InvalidError("of vLLM's ways to sleep the connector knows cumem: set --sleep-mode-backend cumem")
         if any(not g.enable_kv_transfer or g.host_resident for g in kv_cache_config.kv_cache_groups):
             raise IdentityError("groups of layers whose KV is on the host, or not to be transferred, cannot be stored")
         described = [group_of(i, g.layer_names, g.kv_cache_spec) for i, g in enumerate(kv_cache_config.kv_cache_groups)]
@@ -156,7 +159,13 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank()
         blocks = self._kv_cache_config.num_blocks
         caches = Caches(self._groups, blocks, kv_caches)
-        self._worker = Worker(self._options, caches, rank // self._replicas, rank % self._replicas == 0)
+        if self._worker is not None:
+            self._worker.close()
+        self._worker = Worker(self._options, caches,
+                              Rank(rank // self._replicas, rank % self._replicas, self._replicas))
+        if self._vllm_config.model_config.enable_sleep_mode:
+            from vllm.device_allocator import get_mem_allocator_instance
+            follow(get_mem_allocator_instance(), self._worker)
         layers = self._vllm_config.compilation_config.static_forward_context
         self._tensors = Tensors([self._layout(g, kv_caches, blocks, layers) for g in self._groups],
                                 [_alike([str(kv_caches[n].dtype).replace("torch.", "") for n in g.layers])
@@ -181,6 +190,11 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, Metadata)
         return metadata.step
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(self._step())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._step())
@@ -190,7 +204,10 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: what a step stores is gathered in `wait_for_save`, when all of the step's loads are known."""
+        """Says that the layer is computed. What a step stores is gathered in `wait_for_save`, when all of the step's
+        loads are known."""
+        if self._worker is not None:
+            self._worker.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -230,7 +247,9 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
         pools = [PoolSpec(g, pool_name(f), f, family,
                           tuple(objects(g, self._file_tokens, facts.tp // self._replicas)))
                  for g, f in zip(self._groups, fields)]
-        self._scheduling = Scheduling(self._options, self._file_tokens, pools)
+        told = self._vllm_config.kv_events_config
+        self._scheduling = Scheduling(self._options, self._file_tokens, pools,
+                                      told is not None and told.enable_kv_cache_events)
         log.warning("tuttifs: %s: files of %d tokens, %d bytes for each rank, in %s", self._options.path,
                     self._file_tokens,
                     sum(g.file_bytes(self._file_tokens) for g in self._groups), ", ".join(p.name for p in pools))
@@ -242,7 +261,7 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.track(request)
             return 0, False
         n = self._scheduling.matched(request, num_computed_tokens)
-        return n, n > 0 and not self._options.layerwise
+        return n, bool(n) and not self._options.layerwise
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduling is not None:
@@ -251,8 +270,8 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduling is None:
             return Metadata(Step(0, 0, None, None, [], []))
-        scheduled = scheduler_output.num_scheduled_tokens if self._stores else {}
-        return Metadata(self._scheduling.step(scheduled, scheduler_output.kv_connector_block_state.get_block_ids))
+        tables = scheduler_output.kv_connector_block_state.get_block_ids
+        return Metadata(self._scheduling.step(scheduler_output.num_scheduled_tokens, tables, self._stores))
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduling is not None:
@@ -277,7 +296,7 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> Optional[bool]:
         if self._scheduling is not None:
-            self._scheduling.stop()
+            self._scheduling.reset()
         return True
 
 

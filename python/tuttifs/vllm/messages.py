@@ -67,6 +67,24 @@ class Store:
     parts: List[StorePart]
 
 
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What a step computes."""
+
+    input: int  # new tokens of all its requests
+    prefix: int  # tokens before them
+    decode: bool  # no more than the next tokens of each
+
+
+@dataclasses.dataclass(frozen=True)
+class Weighed:
+    """A request of which so many tokens are stored, so many more are to be computed in any case."""
+
+    request: str
+    cached: int
+    input: int
+
+
 @dataclasses.dataclass
 class Step:
     """One step's work for every rank."""
@@ -77,6 +95,8 @@ class Step:
     attached: Optional[Attached]  # what that session has: told once, and kept by the ranks
     loads: List[Load]
     stores: List[Store]
+    computes: Optional[Pass] = None
+    weigh: List[Weighed] = dataclasses.field(default_factory=list)  # is loading faster than computing?
 
 
 @dataclasses.dataclass
@@ -86,10 +106,13 @@ class Report:
     step: int = 0
     failed: Dict[str, int] = dataclasses.field(default_factory=dict)  # request: the first file that did not arrive
     stores: Dict[int, Dict[int, List[int]]] = dataclasses.field(default_factory=dict)  # ended: by group, the new files
+    worth: Dict[str, bool] = dataclasses.field(default_factory=dict)  # request: loading is faster, or nobody knows
 
     def merge(self, other: "Report") -> "Report":
         self.step = min(self.step, other.step)
         for request, first in other.failed.items():
             self.failed[request] = min(first, self.failed.get(request, first))
+        for request, load in other.worth.items():
+            self.worth[request] = load and self.worth.get(request, True)
         self.stores.update(other.stores)  # a commit succeeds for all ranks or for none
         return self

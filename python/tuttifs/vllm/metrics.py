@@ -7,6 +7,7 @@ from typing import Dict
 
 COUNTS: Dict[str, str] = {
     "hit_tokens": "Tokens of prompts whose KV was to be loaded",
+    "refused_tokens": "Tokens that were stored, and computed all the same because that was faster",
     "loaded_files": "Files loaded",
     "loaded_bytes": "Bytes loaded",
     "load_seconds": "Time of loads, from their step to their last block, summed over requests",

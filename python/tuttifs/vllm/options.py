@@ -15,12 +15,16 @@ class Options:
     path: str  # any path in the mount
     file_tokens: int = 0  # tokens of a file, a multiple of the engine's blocks. 0: so many that objects have 64 KiB
     revision: str = ""  # of the model; "" for what the model's hub says
+    fixed_weights: bool = False  # they never change while the engine runs: it may be reset, as by sleep, and go on
     weights_epoch: int = 0  # to be raised whenever weights change under the same revision (training)
     tenant: int = 0  # of requests that name none in their kv_transfer_params
     min_bytes: int = 0  # kept for each pool
     max_bytes: int = 0  # each pool's limit, 0 for the volume's
     layerwise: bool = False  # loads inside the step, layer by layer. Default: before it, the whole request
     staging_bytes: int = 256 << 20  # of every rank, half for loads and half for stores
+    scheduler: bool = True  # what the engine computes is told to the session's scheduler, which paces loads and stores
+    slack_table: str = ""  # path of a table that the scheduler begins with
+    store_bytes: int = 0  # of every rank: memory in which stores wait until the drives have time. 0: none
     retry_seconds: float = 5.0  # between attempts to open a mount again that was lost
     shutdown_seconds: float = 30.0  # that the engine's end waits for stores on their way
     lanes: int = 0  # as in Store.session

@@ -10,15 +10,15 @@ import logging
 import os
 import secrets
 import time
-from typing import Any, Callable, Deque, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Deque, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from .. import Pool, Session
+from .. import Events, Pool, Session
 from ..errors import Error, InvalidError
 from ..layout import Object
 from ..leases import Pinned
 from .attachment import GONE, Attachment, Mounted, quietly
 from .files import (NULL_BLOCK, Chain, Group, blocks_of, complete, hit, keep_local, media_of, needed)
-from .messages import Attached, Load, LoadPart, PoolSpec, Report, Step, Store, StorePart
+from .messages import Attached, Load, LoadPart, Pass, PoolSpec, Report, Step, Store, StorePart, Weighed
 from .metrics import Counts
 from .options import Options, tenant_of
 
@@ -27,6 +27,7 @@ log = logging.getLogger("tuttifs.vllm")
 # The scheduler moves no KV itself: the least that a session takes.
 SESSION: Dict[str, Any] = {"lanes": 1, "depth": 64, "dma_bytes": 2 << 20, "bounce_bytes": 1 << 20}
 PEEK_SECONDS = 0.2  # that an answer about a waiting request is good for
+EVENTS_SECONDS = 0.2  # between questions of what has become of files
 ANNOUNCED_MAX = 1 << 16  # files whose eviction can be reported
 
 
@@ -34,11 +35,13 @@ class End(Mounted):
     """A session, and the pools that are opened in it."""
 
     pools: List[Pool]
+    events: List[Events]  # of the pools
     token: bytes
 
     def __init__(self, options: Options, specs: Sequence[PoolSpec]) -> None:
         def fill(session: Session) -> None:
             self.pools = [open_pool(session, s, options) for s in specs]
+            self.events = [pool.events() for pool in self.pools]
             self.token = session.token
         super().__init__(options.path, lambda mount: mount.session(**SESSION), fill)
 
@@ -61,6 +64,8 @@ class Tracked:
     asked: float = 0.0  # when that was, 0 for never
     local: int = 0  # tokens that the engine had itself then
     failed: bool = False  # a load failed: it computes from then on
+    weighed: bool = False  # the ranks were asked whether a load is worth it
+    worth: Optional[bool] = None  # and have said so
 
 
 class Stored(NamedTuple):
@@ -80,14 +85,18 @@ class Removed(NamedTuple):
 class Scheduling:
     """The connector's logic beside vLLM's scheduler. It keeps to one thread, the scheduler's."""
 
-    def __init__(self, options: Options, file_tokens: int, specs: Sequence[PoolSpec]) -> None:
-        self.options, self.file_tokens, self.specs = options, file_tokens, tuple(specs)
+    def __init__(self, options: Options, file_tokens: int, specs: Sequence[PoolSpec], telling: bool = True) -> None:
+        """telling: events are wanted."""
+        self.options, self.file_tokens, self.specs, self.telling = options, file_tokens, tuple(specs), telling
         self.groups = [s.group for s in specs]
         self.attachment: Attachment[End] = Attachment(lambda: End(options, specs), options.retry_seconds)
         self.counts = Counts()
         self._tracked: Dict[str, Tracked] = {}
         self._numbers = itertools.count(secrets.randbits(48) << 14)  # of pins and reservations, one session's
         self._loads: List[Load] = []
+        # Ranks know how fast loads are when their steps wait for them, or from a table.
+        self._weighs = options.scheduler and bool(options.layerwise or options.slack_table)
+        self._weigh: List[Weighed] = []
         self._pins: Dict[str, List[Pinned]] = {}  # by request
         self._steps: Deque[Tuple[int, List[str]]] = collections.deque()  # loads that end with their step
         self._stores: Dict[int, Store] = {}  # under way
@@ -95,13 +104,17 @@ class Scheduling:
         self._told: Optional[bytes] = None  # the session that the ranks know of
         self._announced: "collections.OrderedDict[Tuple[int, bytes], bool]" = collections.OrderedDict()
         self._events: List[Any] = []
+        self._early: Set[Tuple[int, bytes]] = set()  # gone, perhaps before they are announced
+        self._heard_of = self.attachment.get()  # whose events are polled
+        self._poll_at = 0.0
         self._adapters: Dict[Tuple[str, str], Optional[bytes]] = {}
         self._stopped = False
 
     # What is stored
 
-    def matched(self, request: Any, local_tokens: int) -> int:
-        """How many tokens behind the local ones can be loaded."""
+    def matched(self, request: Any, local_tokens: int) -> Optional[int]:
+        """How many tokens behind the local ones are to be loaded. None: the ranks are being asked, a step on it is
+        known."""
         t = self.track(request)
         end = self.attachment.get()
         if t.chain is None or t.failed or self._stopped or end is None:
@@ -118,7 +131,15 @@ class Scheduling:
                 return 0
             t.asked = now
         t.local = local_tokens
-        return max(0, t.found * self.file_tokens - local_tokens)
+        n = max(0, t.found * self.file_tokens - local_tokens)
+        return self._weighed(t, n) if n and self._weighs else n
+
+    def _weighed(self, t: Tracked, n: int) -> Optional[int]:
+        """What of n tokens is to be loaded: all, or none where computing them again is faster."""
+        if not t.weighed:
+            t.weighed = True
+            self._weigh.append(Weighed(t.request.request_id, n, len(t.request.all_token_ids) - t.local - n))
+        return None if t.worth is None else n if t.worth else 0
 
     def _peek(self, end: End, t: Tracked, group: Group, keys: Sequence[bytes]) -> int:
         assert t.chain is not None
@@ -132,6 +153,35 @@ class Scheduling:
         """Tells that a file is not there any more, if it was told that it is."""
         if self._announced.pop((place, key), False):
             self._events.append(Removed(self.groups[place], [key]))
+
+    def _poll(self, at_once: bool = False) -> None:
+        """Tells what of the announced files was evicted, removed or found damaged, whoever did that."""
+        end, now = self.attachment.get(), time.monotonic()
+        if end is not self._heard_of:  # whatever happened in between, nobody knows
+            self._heard_of = end
+            self._forget(range(len(self.groups)))
+        if end is None or now < self._poll_at and not at_once:
+            return
+        self._poll_at = now + EVENTS_SECONDS
+        try:
+            for place, events in enumerate(end.events):
+                lost = events.lost
+                for e in events.poll():
+                    if e.removed and (place, e.key) in self._announced:
+                        self._gone(place, e.key)
+                    elif e.removed and self._stores:
+                        self._early.add((place, e.key))
+                    else:
+                        self._early.discard((place, e.key))
+                if events.lost != lost:
+                    self._forget([place])
+        except Error as e:
+            self._trouble(end, e)
+
+    def _forget(self, places: Sequence[int]) -> None:
+        """Tells that files are gone of which nobody knows: who keeps an index of them asks again."""
+        for place, key in [k for k in self._announced if k[0] in places]:
+            self._gone(place, key)
 
     def track(self, request: Any) -> Tracked:
         """Follows a request from its first scheduling on, so that it is stored."""
@@ -197,7 +247,7 @@ class Scheduling:
         self._pins.setdefault(request.request_id, []).extend(pins)
         self._loads.append(Load(request.request_id, t.chain.tenant, parts, self.options.layerwise))
         t.begun = max(t.begun, files)
-        t.asked = 0.0
+        t.asked, t.weighed, t.worth = 0.0, False, None
         self.counts.add("hit_tokens", external_tokens)
 
     def _release(self, request: str) -> None:
@@ -206,12 +256,13 @@ class Scheduling:
 
     # Stores
 
-    def step(self, scheduled: Dict[str, int], tables: Callable[[str], Optional[Sequence[Sequence[int]]]]) -> Step:
+    def step(self, scheduled: Dict[str, int], tables: Callable[[str], Optional[Sequence[Sequence[int]]]],
+             storing: bool = True) -> Step:
         """A step's work. scheduled: the tokens that it computes, by request."""
         self._step += 1
         end = self.attachment.get()
         stores = []
-        if end is not None and not self._stopped:
+        if end is not None and storing and not self._stopped:
             for request, tokens in scheduled.items():
                 store = self._store(request, tokens, tables)
                 if store is not None:
@@ -221,8 +272,17 @@ class Scheduling:
         if token is not None and token != self._told:
             attached, self._told = Attached(token, self.file_tokens, self.specs), token
         loads, self._loads = self._loads, []
+        weigh, self._weigh = self._weigh, []
         self._steps.append((self._step, [load.request for load in loads if load.wait]))
-        return Step(self._step, self._settled, token, attached, loads, stores)
+        return Step(self._step, self._settled, token, attached, loads, stores, self._computes(scheduled), weigh)
+
+    def _computes(self, scheduled: Dict[str, int]) -> Optional[Pass]:
+        """What a step computes; None for nothing."""
+        known = [(self._tracked[r].request, n) for r, n in scheduled.items() if r in self._tracked]
+        if not known:
+            return None
+        return Pass(sum(n for _, n in known), sum(r.num_computed_tokens for r, _ in known),
+                    all(n == 1 or r.num_computed_tokens >= r.num_prompt_tokens for r, n in known))
 
     def _store(self, request: str, tokens: int,
                tables: Callable[[str], Optional[Sequence[Sequence[int]]]]) -> Optional[Store]:
@@ -268,10 +328,20 @@ class Scheduling:
                 t.failed, t.begun, t.found = True, min(t.begun, first), 0
                 for place in range(len(self.groups)):
                     self._gone(place, t.chain.keys[first])
+        for request, worth in report.worth.items():
+            t = self._tracked.get(request)
+            if t is not None and t.weighed and t.worth is None:
+                t.worth = worth
+                if not worth:
+                    self.counts.add("refused_tokens", max(0, t.found * self.file_tokens - t.local))
+        if report.stores and self.telling:
+            self._poll(at_once=True)  # what is announced may be gone already
         for number, new in report.stores.items():
             store = self._stores.pop(number, None)  # every rank reports it, in its own time
-            if store is not None:
+            if store is not None and self.telling:
                 self._announce(store, new)
+        if not self._stores:
+            self._early.clear()
 
     def _announce(self, store: Store, new: Dict[int, List[int]]) -> None:
         for part in store.parts:
@@ -280,6 +350,8 @@ class Scheduling:
             tokens = t.request.all_token_ids if t is not None else []
             n = self.file_tokens
             for i in files:
+                if (part.group, part.keys[i]) in self._early:
+                    continue
                 self._announced[(part.group, part.keys[i])] = True
                 self._events.append(Stored(self.groups[part.group], [part.keys[i]], part.keys[i - 1] if i else None,
                                            list(tokens[i * n:(i + 1) * n])))
@@ -287,6 +359,9 @@ class Scheduling:
             self._announced.popitem(last=False)
 
     def take_events(self) -> List[Any]:
+        """What became of files since the last call: `Stored` and `Removed`."""
+        if self.telling:
+            self._poll()
         events, self._events = self._events, []
         return events
 
@@ -294,11 +369,14 @@ class Scheduling:
         """The engine is done with a request. Its blocks may go: what is stored of it was gathered within its steps."""
         self._tracked.pop(request, None)
 
-    def stop(self) -> None:
-        """The weights are others from now on: nothing that is stored may be used, or added to."""
+    def reset(self) -> None:
+        """The engine forgets its cache, as where it sleeps. Unless the user says otherwise the weights may be others
+        from now on: nothing that is stored may be used, or added to."""
+        if self.options.fixed_weights:
+            return
         if not self._stopped:
-            log.warning("tuttifs: the cache was reset, and is not used any more: start the engine again with another "
-                        "weights_epoch to use it with the new weights")
+            log.warning("tuttifs: the cache was reset, as by sleep, and is not used any more: if the weights are others, "
+                        "start the engine again with another weights_epoch; if they always stay, set fixed_weights")
         self._stopped = True
 
     def _trouble(self, end: End, e: Error) -> None:

@@ -19,21 +19,25 @@ from typing import Any, Deque, Dict, Iterator, List, Mapping, NamedTuple, Option
 import torch
 
 from .. import Memory, Pool, Session, Store as Mount
-from ..errors import AgainError, Error, InvalidError, NoSpaceError, QuotaError
+from ..errors import AgainError, Error, InvalidError, NoMemoryError, NoSpaceError, QuotaError
 from ..layers import Layers, Transfer
 from ..leases import Leases, Pinned, Reservation, Status
 from .attachment import GONE, Mounted, quietly
 from .files import NULL_BLOCK, Group, pieces
-from .messages import Attached, Load, LoadPart, Report, Step, Store, StorePart
+from .messages import Attached, Load, LoadPart, Report, Step, Store, StorePart, Weighed
 from .metrics import Counts
 from .options import Options
 from .scheduler import open_pool
+from .sharing import Follower, Leader
 
 log = logging.getLogger("tuttifs.vllm")
 
 UNIT = 4096  # that objects begin at in staging memory
+LIBRARY_BYTES = 256 << 20  # of device memory, that a session with a GPU stages loads in
+SHARED_BOUNCE = 64 << 20  # where all loads are by bounce cells
 BOUNCE = 4 << 20  # for trailers: all else is in memory that controllers reach
 RING = 2 << 20  # for what the session keeps of its memory
+TOKENS_MAX = 1 << 24  # that its scheduler takes a pass to have
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # copies need not know what they copy
 
 
@@ -134,8 +138,20 @@ def check_staging(options: Options, groups: Sequence[Group], file_tokens: int) -
         raise InvalidError(f"staging_bytes is {options.staging_bytes}: a file takes {slot} bytes, twice that is needed")
 
 
+class Rank(NamedTuple):
+    """Which part of the KV a worker has, and who has it as well."""
+
+    number: int  # of those whose parts differ
+    replica: int = 0  # of the same part. The first stores it
+    replicas: int = 1
+
+
 class End(Mounted):
-    """This rank's membership in the scheduler's session, with the staging memory that comes with it."""
+    """This rank's membership in the scheduler's session, with the staging memory that comes with it.
+
+    Where ranks hold the same KV the first of them loads into memory that all map (sharing.py), by the CPU: from there
+    every rank copies to its own device.
+    """
 
     memory: Memory
     pools: List[Pool]
@@ -143,33 +159,80 @@ class End(Mounted):
     stores: Slots
     text: str
 
-    def __init__(self, options: Options, attached: Attached, device: Any) -> None:
+    def __init__(self, options: Options, attached: Attached, device: Any, rank: Rank) -> None:
         self.token = attached.token
         self.shapes = [Shape.of(s.group, attached.file_tokens) for s in attached.pools]
         slot, half = max(s.slot_bytes for s in self.shapes), options.staging_bytes // 2
+        # Who leads loads elsewhere, and who follows stores nothing.
+        loads, stores = half if rank.replica or rank.replicas == 1 else 0, 0 if rank.replica else half
         cpu = device.type == "cpu"
+        self.leader: Optional[Leader] = None
+        self.follower: Optional[Follower] = None
+        self._slot = slot
+        more: Dict[str, Any] = {"lanes": options.lanes, "depth": options.depth, "store_bytes": options.store_bytes,
+                "slack_table": options.slack_table, "no_scheduler": not options.scheduler}
 
         def join(mount: Mount) -> Session:
             if cpu:
-                return mount.join(attached.token, lanes=options.lanes, depth=options.depth,
-                                  dma_bytes=2 * half + BOUNCE + RING, bounce_bytes=BOUNCE)
-            return mount.join(attached.token, device, lanes=options.lanes, depth=options.depth)
+                return mount.join(attached.token, dma_bytes=loads + stores + options.store_bytes + BOUNCE + RING,
+                                  bounce_bytes=BOUNCE, **more)
+            return mount.join(attached.token, device, **more)
 
         def fill(session: Session) -> None:
             if cpu:
-                whole = torch.frombuffer(session.dma(), dtype=torch.uint8)[:2 * half]
+                whole = torch.frombuffer(session.dma(), dtype=torch.uint8)[:loads + stores]
             else:
-                whole = torch.empty(2 * half, dtype=torch.uint8, device=device)
+                whole = torch.empty(loads + stores, dtype=torch.uint8, device=device)
             self.memory = session.register_flat(whole, padded=cpu)
             self.pools = [open_pool(session, s, options) for s in attached.pools]
-            self.loads, self.stores = Slots(whole[:half], 0, slot), Slots(whole[half:], half, slot)
+            self.loads, self.stores = Slots(whole[:loads], 0, slot), Slots(whole[loads:], loads, slot)
+            self.load_memory, self.load_pools = self.memory, self.pools
             self.text = session.describe()
+            if options.scheduler and not options.layerwise:
+                # Only whole passes are told, by their last layer: layers begin with 0 all the same.
+                session.prefill(1, 0, max(len(s.group.layers) for s in attached.pools))
+                session.layer_done(0)
+                session.end_pass()
         super().__init__(options.path, join, fill)
+        try:
+            if rank.replica:
+                self.follower = Follower(attached.token, rank.number)
+            elif rank.replicas > 1:
+                self._lead(options, attached, rank, half)
+        except BaseException:
+            self.close()
+            raise
+
+    def _lead(self, options: Options, attached: Attached, rank: Rank, size: int) -> None:
+        """Loads go to shared memory, in a membership of its own: this one's executor may be a GPU."""
+        self.leader = Leader(attached.token, rank.number, rank.replicas - 1, size)
+        self.reader = self.mount.join(attached.token, lanes=options.lanes, depth=options.depth,
+                                      dma_bytes=SHARED_BOUNCE + RING, bounce_bytes=SHARED_BOUNCE,
+                                      no_scheduler=not options.scheduler)
+        shared = torch.frombuffer(self.leader.memory, dtype=torch.uint8)
+        self.load_memory = self.reader.register_flat(shared)
+        self.load_pools = [open_pool(self.reader, s, options) for s in attached.pools]
+        self.loads = Slots(shared, 0, self._slot)
+
+    def find(self) -> None:
+        """Finds the ranks that hold the same KV: the first thing that the loader does."""
+        if self.leader is not None:
+            self.leader.find()
+        if self.follower is not None:
+            if self.follower.find():
+                self.shared = Slots(torch.frombuffer(self.follower.memory, dtype=torch.uint8), 0, self._slot)
+            else:
+                self.follower = None
 
     def close(self) -> None:
         for slots in (getattr(self, "loads", None), getattr(self, "stores", None)):
             if slots is not None:
                 slots.end()
+        for share in (self.leader, self.follower):
+            if share is not None:
+                share.close()
+        if hasattr(self, "reader"):
+            quietly(self.reader.close)
         super().close()
 
 
@@ -202,7 +265,7 @@ class Progress:
 class Wanted(NamedTuple):
     """Which blocks of a batch are copied to where, as indices on the device."""
 
-    slots: Any
+    slots: Any  # where the slots are
     rows: Any  # of the blocks in these slots; None for all
     places: Any
     any: bool
@@ -230,8 +293,8 @@ class Gathered(NamedTuple):
 class Worker:
     """Loads and stores of one rank. Its methods are called by the thread that runs the model."""
 
-    def __init__(self, options: Options, caches: Caches, rank: int, writes: bool) -> None:
-        self.options, self.caches, self.rank, self.writes = options, caches, rank, writes
+    def __init__(self, options: Options, caches: Caches, rank: Rank) -> None:
+        self.options, self.caches, self.rank = options, caches, rank
         self.counts = Counts()
         self._cuda = caches.device.type == "cuda"
         self._stream = torch.cuda.Stream(caches.device) if self._cuda else None
@@ -247,6 +310,22 @@ class Worker:
         self._new: Dict[int, List[int]] = {}  # files of the store that is being written, by group
         self._waiting: List[Tuple[Progress, "concurrent.futures.Future[Outcome]"]] = []
         self._tainted = 0  # the last step of which a load failed that it waited for
+        self._loading = 0  # loads under way
+        self._telling: Optional[End] = None  # whose scheduler is told of the layers of this step
+        self._layers = max(len(g.layers) for g in caches.groups)
+        self._asleep = False  # the engine's blocks have no memory
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        """Refuses a GPU whose memory is all taken: vLLM had measured it before anybody knew of this rank's share."""
+        if not self._cuda:
+            return
+        free, _ = torch.cuda.mem_get_info(self.caches.device)
+        needed = self.options.staging_bytes + LIBRARY_BYTES
+        log.warning("tuttifs: %d MiB of device memory beside vLLM's, of %d MiB that are free", needed >> 20, free >> 20)
+        if free < needed:
+            raise NoMemoryError(f"the connector needs {needed >> 20} MiB of device memory, {free >> 20} MiB are free: "
+                                "lower gpu_memory_utilization, or staging_bytes")
 
     # The session
 
@@ -254,7 +333,7 @@ class Worker:
         """The end of the scheduler's session, joined if it is a new one."""
         with self._lock:
             attached = self._attached = step.attached or self._attached
-            if step.token is None or step.token == self._lost or attached is None:
+            if step.token is None or step.token == self._lost or attached is None or self._asleep:
                 return None
             if self._end is not None and self._end.token == step.token:
                 return self._end
@@ -262,9 +341,10 @@ class Worker:
             if old is not None:
                 old.close()
             try:
-                self._end = End(self.options, attached, self.caches.device)
+                self._end = End(self.options, attached, self.caches.device, self.rank)
+                self._loader.submit(self._end.find)
                 log.info("tuttifs: %s; %d bytes of staging memory", self._end.text, self.options.staging_bytes)
-            except (Error, OSError) as e:
+            except (Error, OSError, torch.OutOfMemoryError) as e:
                 self._lost = attached.token
                 log.warning("tuttifs: this rank cannot join the session: %s", e)
             return self._end
@@ -280,11 +360,65 @@ class Worker:
 
     # A step, in the order of vLLM's calls
 
+    def begin(self, step: Step) -> None:
+        """The step is about to compute."""
+        end = self._attach(step)
+        for w in step.weigh:
+            self._report.worth[w.request] = self._worth(end, w)
+        self._telling = None
+        if end is not None and self.options.scheduler:
+            try:
+                self._tell(end, step)
+            except Error as e:
+                self._trouble(end, e)
+
+    def _tell(self, end: End, step: Step) -> None:
+        """Tells the session's scheduler what the step computes.
+
+        Where steps wait for loads, their layers are a pass that the loads are for. Loads that no step waits for are
+        beside compute, as the scheduler takes what is read beside decode steps: they are to disturb it little, and if
+        they are late nothing stands. A step without any is a pass, from which the scheduler learns.
+        """
+        c = step.computes
+        if c is None:
+            end.session.end_pass()
+        elif c.decode or not self.options.layerwise and (step.loads or self._loading):
+            end.session.decode_step(min(c.input + c.prefix, TOKENS_MAX))
+        else:
+            end.session.prefill(min(c.input, TOKENS_MAX), min(c.prefix, TOKENS_MAX), self._layers)
+            self._telling = end
+
+    def _worth(self, end: Optional[End], w: Weighed) -> bool:
+        """Whether to load is faster than to compute, as far as this rank's scheduler knows."""
+        if end is None:
+            return True
+        try:
+            return end.session.offer(max(1, min(w.input, TOKENS_MAX)), min(w.cached, TOKENS_MAX), self._layers).load
+        except Error as e:
+            self._trouble(end, e)
+            return True
+
+    def layer_done(self, name: str) -> None:
+        """A layer is computed, or will be when what was enqueued so far is done."""
+        if self.options.layerwise and name in self.caches.place:
+            self._done(self.caches.place[name][1])
+
+    def _done(self, layer: int) -> None:
+        end = self._telling
+        if end is not None:
+            try:
+                end.session.layer_done(layer, self._record())
+            except Error as e:
+                self._telling = None
+                self._trouble(end, e)
+
     def start_loads(self, step: Step) -> None:
         end = self._attach(step)
         behind = self._record() if step.loads else None  # what may still read or zero the blocks
         for load in step.loads:
             progress = Progress() if load.wait else None
+            with self._lock:
+                self._loading += 1
             done = self._loader.submit(self._load, end, load, progress, behind, time.monotonic())
             if progress is not None:
                 self._waiting.append((progress, done))
@@ -296,13 +430,14 @@ class Worker:
 
     def gather(self, step: Step) -> None:
         """Takes what the step's stores need out of the blocks. A step of which a load failed stores nothing."""
+        self._done(self._layers - 1)
         for _, done in self._waiting:
             if done.result().first_failed >= 0:
                 self._tainted = step.number
         self._waiting.clear()
         end = self._attach(step) if step.stores else None
         for store in step.stores:
-            if not self.writes:
+            if self.rank.replica:
                 continue  # another rank says what becomes of it
             if end is None:
                 self._settle(store.number)
@@ -334,21 +469,41 @@ class Worker:
 
     def close(self) -> None:
         """Waits for what is on its way, within bounds, and leaves the session."""
-        limit = threading.Timer(self.options.shutdown_seconds, self._abandon)
+        with self._lock:
+            self._asleep = True  # for good
+        limit = threading.Timer(self.options.shutdown_seconds, self._leave)
         limit.daemon = True
         limit.start()
         self._loader.shutdown()
         self._storer.shutdown()
         limit.cancel()
-        self._abandon()
+        self._leave()
 
-    def _abandon(self) -> None:
+    def _leave(self) -> None:
         with self._lock:
             end, self._end = self._end, None
-            if end is not None:
-                self._lost = end.token
         if end is not None:
             end.close()
+
+    # Sleep
+
+    def suspend(self) -> None:
+        """The memory of the engine's blocks goes away. What is on its way to or from them is waited for, this rank
+        leaves the session and gives its own memory back; until `resume` loads fail, and nothing is stored."""
+        with self._lock:
+            self._asleep = True
+        limit = threading.Timer(self.options.shutdown_seconds, self._leave)
+        limit.daemon = True
+        limit.start()
+        for thread in (self._loader, self._storer):
+            thread.submit(lambda: None).result()
+        limit.cancel()
+        self._leave()
+
+    def resume(self) -> None:
+        """There is memory behind the engine's blocks again. The next step joins the session anew."""
+        with self._lock:
+            self._asleep = False
 
     # Loads: in the loader's thread
 
@@ -369,6 +524,8 @@ class Worker:
             self.counts.add("loaded_bytes", (len(part.keys) - len(failed)) * self._file_bytes(part))
         self.counts.add("load_seconds", time.monotonic() - begun)
         outcome = Outcome(load, bad, first_failed)
+        with self._lock:
+            self._loading -= 1
         self._outcomes.append(outcome)
         if progress is not None:
             progress.over()
@@ -391,21 +548,30 @@ class Worker:
         failed = set(range(part.pinned, len(part.keys)))
         if not part.pinned:
             return failed
-        pool = end.pools[part.group]
-        leases = pool.pin(part.keys, part.pin, load.tenant)
+        if end.follower is not None:
+            return failed | self._copy_part(end, end.follower, part, progress)
+        pool, leader, complete = end.load_pools[part.group], end.leader, False
         slots: List[int] = []
         try:
+            leases = pool.pin(part.keys, part.pin, load.tenant)
             failed |= set(range(len(leases), part.pinned))
             slots = end.loads.take(len(leases)) if len(leases) else []
             if not slots:
                 return set(range(len(part.keys)))
+            if leader is not None:
+                leader.begin(part.pin, len(leases), slots)
             bounds = [(at, min(at + len(slots), len(leases))) for at in range(0, len(leases), len(slots))]
             with contextlib.ExitStack() as opened:
                 failed |= self._flow(end, pool, leases, part, slots, bounds, progress, opened)
+            complete = True
             self._report_bad(pool, leases, failed)
         finally:
             if self._stream is not None:
                 self._stream.synchronize()
+            if leader is not None:
+                leader.copied()
+                if not complete:
+                    leader.lost(part.pin)
             end.loads.give(slots)  # the pin is the scheduler's to release, which ends it for all ranks
         return failed
 
@@ -416,34 +582,80 @@ class Worker:
         layers = range(len(shape.sizes))
 
         def batch(k: int) -> Layers:
-            return opened.enter_context(pool.retrieve(leases[slice(*bounds[k])], rank=self.rank))
+            return opened.enter_context(pool.retrieve(leases[slice(*bounds[k])], rank=self.rank.number))
 
         def begin(moved: Layers, k: int, layer: int, after: Any) -> Transfer:
             taken = slots[:bounds[k][1] - bounds[k][0]]
-            return moved.begin_at(layer, end.memory, end.loads.offsets(shape, layer, taken), after=after)
+            return moved.begin_at(layer, end.load_memory, end.loads.offsets(shape, layer, taken), after=after)
 
         moved = batch(0)
         transfers = [begin(moved, 0, layer, None) for layer in layers]
         for k, (first, last) in enumerate(bounds):
             following = batch(k + 1) if k + 1 < len(bounds) else None
-            wanted = self._wanted(part, shape, slots, first, last)
+            wanted = self._wanted(part, shape, slots, first, last, end.leader is not None)
             ahead: List[Transfer] = []
             for layer in layers:
                 transfers[layer].wait_on(self._stream)
-                copied = self._scatter(end, part.group, layer, wanted)
+                if end.leader is not None:
+                    end.leader.layer()
+                copied = self._scatter(end.loads, shape, part.group, layer, wanted)
                 if following is not None:
+                    if end.leader is not None:
+                        self._leave_to_others(end.leader, copied)
+                        copied = None
                     ahead.append(begin(following, k + 1, layer, copied))
                 elif progress is not None:
                     progress.done(part.group, layer, copied)
             moved.wait()
-            failed |= {first + i for i in moved.failed()}
+            bad = moved.failed()
+            failed |= {first + i for i in bad}
+            if end.leader is not None:
+                end.leader.batch(list(bad))
             moved.close()
             if following is not None:
                 moved, transfers = following, ahead
         return failed
 
-    def _wanted(self, part: LoadPart, shape: Shape, slots: Sequence[int], first: int, last: int) -> Wanted:
-        """Which of the blocks in slots go where."""
+    def _leave_to_others(self, leader: Leader, copied: Any) -> None:
+        """Waits until a layer's place is nobody's any more: this rank's copy has no event there, nor have others."""
+        if copied is not None:
+            copied.synchronize()
+        leader.copied()
+
+    def _copy_part(self, end: End, follower: Follower, part: LoadPart, progress: Optional[Progress]) -> Set[int]:
+        """`_load_part` of what another rank reads."""
+        failed, shape = set(range(part.pinned)), end.shapes[part.group]
+        try:
+            coming = follower.begin(part.pin)
+            if coming is None:
+                return failed
+            slots, whole = coming.slots, set(range(coming.files))
+            for first in range(0, coming.files, len(slots)):
+                last = min(first + len(slots), coming.files)
+                wanted = self._wanted(part, shape, slots, first, last, True)
+                for layer in range(len(shape.sizes)):
+                    if not follower.layer():
+                        return failed
+                    copied = self._scatter(end.shared, shape, part.group, layer, wanted)
+                    if copied is not None:
+                        copied.synchronize()
+                    follower.copied()
+                    if last == coming.files and progress is not None:
+                        progress.done(part.group, layer, copied)
+                bad = follower.batch()
+                if bad is None:
+                    return failed
+                whole -= {first + i for i in bad}
+            return failed - whole
+        except OSError as e:
+            log.warning("tuttifs: this rank reads for itself from now on: %s", e)
+            follower.close()
+            end.follower = None
+            return failed
+
+    def _wanted(self, part: LoadPart, shape: Shape, slots: Sequence[int], first: int, last: int,
+                shared: bool) -> Wanted:
+        """Which of the blocks in slots go where. Shared slots are in host memory."""
         places, rows = [], []
         for k, file in enumerate(part.blocks[first:last]):
             for j, block in enumerate(file):
@@ -451,23 +663,25 @@ class Worker:
                     places.append(block)
                     rows.append(k * shape.blocks + j)
         with self._on(self._stream):
+            device = torch.device("cpu") if shared else self.caches.device
+            numbers = torch.tensor(slots[:last - first], dtype=torch.int64, device=device)
             some = None if len(rows) == (last - first) * shape.blocks else self._index(rows)
-            return Wanted(self._index(slots[:last - first]), some, self._index(places), bool(places))
+            return Wanted(numbers, some, self._index(places), bool(places))
 
-    def _scatter(self, end: End, group: int, layer: int, wanted: Wanted) -> Any:
+    def _scatter(self, slots: Slots, shape: Shape, group: int, layer: int, wanted: Wanted) -> Any:
         """Copies a layer to the blocks where it is wanted. Returns the copy's event on a GPU."""
         if not wanted.any:
             return None
-        cache, shape = self.caches.layers[group][layer], end.shapes[group]
+        cache = self.caches.layers[group][layer]
         with self._on(self._stream):
-            staged = end.loads.layer(shape, layer, cache.dtype)[wanted.slots].view(-1, *cache.shape[1:])
+            staged = slots.layer(shape, layer, cache.dtype)[wanted.slots].to(cache.device).view(-1, *cache.shape[1:])
             cache[wanted.places] = staged if wanted.rows is None else staged[wanted.rows]
             return self._record()
 
     def _zero(self, part: LoadPart, failed: Set[int]) -> None:
         """What could not be loaded reads as zeros, in all layers."""
         blocks = [b for i in sorted(failed) for b in part.blocks[i] if b != NULL_BLOCK]
-        if not blocks:
+        if not blocks or self._asleep:
             return
         with self._on(self._stream):
             places = self._index(blocks)
@@ -553,11 +767,13 @@ class Worker:
         if not any(lease.status.to_be_written for lease in files):
             return
         shape = end.shapes[part.group]
-        with end.pools[part.group].store(files, rank=self.rank) as batch:
+        with end.pools[part.group].store(files, rank=self.rank.number) as batch:
             for layer in range(len(shape.sizes)):
                 batch.begin_at(layer, end.memory, end.stores.offsets(shape, layer, [g.slots[i] for i in batch.slots]),
                                after=g.event)
             batch.wait()
+            end.stores.give(g.slots)  # with a store buffer, long before the drives have it
+            g.slots.clear()
             batch.finish()
 
     def _commit(self, store: Store, part: StorePart) -> None:
@@ -568,7 +784,7 @@ class Worker:
         if not new:
             reservation.abort()
             return
-        reservation.commit((self.rank,))
+        reservation.commit((self.rank.number,))
         self.counts.add("stored_files", len(new))
         size = sum(self.caches.groups[part.group].block_bytes) * len(part.blocks[0])
         self.counts.add("stored_bytes", len(new) * size)
@@ -591,7 +807,7 @@ class Worker:
         reservation, self._reservation = self._reservation, None
         if reservation is not None:
             if any(lease.status.to_be_written for lease in reservation):
-                quietly(lambda: reservation.commit((self.rank,)))
+                quietly(lambda: reservation.commit((self.rank.number,)))
             else:
                 quietly(reservation.abort)
 
