@@ -35,14 +35,15 @@ type Options struct {
 	CheckpointSeconds int           // 0: 30
 	Policy            string        // "": lru
 	Admission         wear.GateOptions
-	Endurance         wear.Ratings  // of the drives, for the status
-	Pollers           int           // polling threads of a session; 0: 1
-	Backend           emu.Backend   // way of engines' commands to the drives
-	Profiles          DriveProfiles // of modelled drives
-	Phases            phase.Options // of reads and writes on each drive; Stuck follows from DriveTimeout
-	Real              Trust         // whose engines may have queue pairs of the SSDs themselves
-	SocketDir         string        // for engines' attachments; "": /run/tuttifs
-	MetricsAddress    string        // "" for none
+	Quotas            map[uint32]uint64 // of tenants, bytes; 0 for none
+	Endurance         wear.Ratings      // of the drives, for the status
+	Pollers           int               // polling threads of a session; 0: 1
+	Backend           emu.Backend       // way of engines' commands to the drives
+	Profiles          DriveProfiles     // of modelled drives
+	Phases            phase.Options     // of reads and writes on each drive; Stuck follows from DriveTimeout
+	Real              Trust             // whose engines may have queue pairs of the SSDs themselves
+	SocketDir         string            // for engines' attachments; "": /run/tuttifs
+	MetricsAddress    string            // "" for none
 	NoXattr           bool
 	AllowOther        bool
 	UID, GID          uint32
@@ -158,6 +159,9 @@ func (d *Daemon) open() (err error) {
 		return err
 	}
 	if err := o.beginAll(d.volume); err != nil {
+		return err
+	}
+	if err := setQuotas(d.volume, o.Quotas); err != nil {
 		return err
 	}
 	if d.store, err = gpufile.Open(d.volume, gpufile.Options{Policy: o.Policy,

@@ -174,8 +174,9 @@ func TestMountOptions(t *testing.T) {
 	require.NoError(t, s.parse([]string{"ro,nofail,_netdev,noatime,x-systemd.automount",
 		"uid=7,gid=8,umask=027,noxattr,allow_other",
 		"policy=sieve,pollers=3,checkpoint=5,sockets=/s,volume=kv0,search=/a,search=/b,nodiscard,timeout=0,",
-		"io=pread"}, false))
+		"io=pread,quota=7:2g,quota=4294967295:0"}, false))
 	d := s.daemon
+	require.Equal(t, map[uint32]uint64{7: 2 << 30, 1<<32 - 1: 0}, d.Quotas)
 	require.True(t, d.ReadOnly && d.NoXattr && d.AllowOther)
 	require.EqualValues(t, []uint32{7, 8, 0o027}, []uint32{d.UID, d.GID, d.Umask})
 	require.Equal(t, []int{3, 5}, []int{d.Pollers, d.CheckpointSeconds})
@@ -189,7 +190,7 @@ func TestMountOptions(t *testing.T) {
 
 	require.NoError(t, newMountSettings().parse([]string{"bogus,rw"}, true), "sloppy")
 	for _, bad := range []string{"bogus", "ro=1", "uid=", "uid=-1", "umask=8", "umask=01000", "pollers=0", "io=memory",
-		"checkpoint=x", "timeout=NaN", "volume"} {
+		"checkpoint=x", "timeout=NaN", "volume", "quota=7", "quota=7:x", "quota=-1:1g", "quota=4294967296:1"} {
 		require.ErrorContains(t, newMountSettings().parse([]string{bad}, false), bad)
 	}
 }

@@ -153,6 +153,8 @@ var mountOptionTable = []mountOption{
 			s.daemon.Admission.FilterBytes = int(n)
 			return err
 		}},
+	{"quota", "TENANT:SIZE", "what a tenant may store in all pools, 0 for no limit; the volume keeps it; may be repeated",
+		func(s *mountSettings, v string) error { return s.setQuota(v) }},
 	{"endurance", "[INDEX:]RATING", "what the drives, or one, are rated for, as in 'tuttifs info --wear'; may be repeated",
 		func(s *mountSettings, v string) error { return s.daemon.Endurance.Set(v) }},
 	{"prices", "FILE", "what cost-aware admission reckons with, as in 'tuttifs cost --prices'",
@@ -189,6 +191,24 @@ var mountOptionTable = []mountOption{
 			s.daemon.AttrTimeout = s.daemon.EntryTimeout
 			return nil
 		}},
+}
+
+// setQuota decodes TENANT:SIZE.
+func (s *mountSettings) setQuota(v string) error {
+	number, size, _ := strings.Cut(v, ":")
+	id, err := strconv.ParseUint(number, 10, 32)
+	if err != nil {
+		return fmt.Errorf("a tenant's number before a colon, not %q", number)
+	}
+	bytes, err := parseSize(size)
+	if err != nil {
+		return err
+	}
+	if s.daemon.Quotas == nil {
+		s.daemon.Quotas = map[uint32]uint64{}
+	}
+	s.daemon.Quotas[uint32(id)] = bytes
+	return nil
 }
 
 // setProfile decodes [N:]NAME|FILE.

@@ -51,8 +51,8 @@ class Volume:
             raise RuntimeError(f"tuttifs {words[0]}: {done.stderr.strip()}")
         return done.stdout
 
-    def mount(self) -> None:
-        self.run("mount", "-o", f"sockets={os.path.join(self.dir, 'run')}", "--log", os.path.join(self.dir, "log"),
+    def mount(self, options: str = "") -> None:
+        self.run("mount", "-o", f"sockets={os.path.join(self.dir, 'run')},{options}", "--log", os.path.join(self.dir, "log"),
                  self.drives[0], self.path)
 
     def unmount(self) -> None:

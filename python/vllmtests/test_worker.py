@@ -531,6 +531,39 @@ class Scheduled(Mounted):
         self.same(a, at, b, bt, last=120)
 
 
+class Tenants(Mounted):
+    def test_quotas(self) -> None:
+        """A tenant finds what is its own, and its quota makes it forget nobody's but that."""
+        files, quota = 20, 8
+        size = FULL.file_bytes(FILE) + 8192  # with its trailer, and what is rounded up
+        self.volume.unmount()
+        self.volume.mount(f"quota=7:{quota * size}")
+        a, b = Side(self), Side(self, tenant=8)
+        a.fill(1)
+        at, bt, tokens = table(1, files), table(2, files), prompt(1300, files)
+        mine = [request(f"{t}", tokens) for t in range(2)]
+        mine[0].kv_transfer_params = {"tuttifs_tenant": 7}
+        b.fill(2)
+        b.store(request("theirs", tokens), [bt])
+        a.store(mine[0], [at])
+        counts = a.workers[0].counts.take()
+        kept = int(counts["stored_files"])
+        self.assertIn(kept, range(quota // 2, quota + 1))
+        self.assertEqual(counts["unstored_files"], files - kept)
+        # Two more prompts of the tenant take the place of its first.
+        for i in range(2):
+            again = request(f"again{i}", prompt(1301 + i, quota // 2))
+            again.kv_transfer_params = {"tuttifs_tenant": 7}
+            a.store(again, [table(5 + i, quota // 2)])
+            again = request(f"look{i}", again.all_token_ids)
+            again.kv_transfer_params = {"tuttifs_tenant": 7}
+            self.assertEqual(a.matched(again), quota // 2 * FILE)
+        self.assertEqual(a.matched(mine[1]), 0)  # tenant 0 has none of it
+        c = Side(self, tenant=8)
+        self.assertEqual(c.load(request("theirs again", tokens), [at]), files * FILE)
+        self.same(b, bt, c, at, last=2 * files)
+
+
 class Ranks(Mounted):
     def test_two_ranks(self) -> None:
         a, b = Side(self, ranks=2), Side(self, ranks=2)
