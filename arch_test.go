@@ -25,7 +25,7 @@ var rooms = map[string][]string{
 	"stripe":            {},
 	"checksum":          {},
 	"lifetime":          {},
-	"drive":             {"lifetime"},
+	"drive":             {"lifetime", "nvme"},
 	"strictjson":        {},
 	"wholefile":         {},
 	"drivemodel":        {"strictjson"},

@@ -132,16 +132,20 @@ func (f *file) enduranceGroup(buf []byte) (uint16, error) {
 
 // checkNVMe asks sysfs, so that the ioctl is never sent to a driver for which its number means something else.
 func (f *file) checkNVMe() error {
-	var st unix.Stat_t
-	if err := unix.Fstat(f.fd, &st); err != nil {
-		return fmt.Errorf("drive %s: %w", f.name, err)
-	}
-	link := fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev))
-	path, err := os.Readlink(link)
+	path, err := f.sysfsPath()
 	if err != nil || !namespaceName.MatchString(path) {
 		return fmt.Errorf("drive %s: %w", f.name, ErrNotNVMe)
 	}
 	return nil
+}
+
+// sysfsPath is where the kernel describes a block device.
+func (f *file) sysfsPath() (string, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(f.fd, &st); err != nil {
+		return "", err
+	}
+	return os.Readlink(fmt.Sprintf("/sys/dev/block/%d:%d", unix.Major(st.Rdev), unix.Minor(st.Rdev)))
 }
 
 // logCommand is Get Log Page into a buffer: for the whole drive, or for an endurance group of it.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"math/bits"
+	"slices"
 	"strings"
 	"structs"
 	"unsafe"
@@ -108,8 +109,21 @@ const (
 type LBAFormat struct {
 	_     structs.HostLayout
 	MS    uint16 // metadata bytes
-	LBADS uint8  // LBA bytes as a power of two
-	RP    uint8
+	LBADS uint8  // LBA bytes as a power of two; 0: there is no such format
+	RP    uint8  // bits 1:0: relative performance, 0 is the best
+}
+
+// Bytes is the size of a block, without metadata. 0 says that the format is not there, or is none of this world.
+func (f LBAFormat) Bytes() int {
+	if f.LBADS == 0 || f.LBADS > 30 {
+		return 0
+	}
+	return 1 << f.LBADS
+}
+
+// Performance names the relative performance.
+func (f LBAFormat) Performance() string {
+	return [...]string{"best", "better", "good", "degraded"}[f.RP&3]
 }
 
 // IdentifyNamespace is the Identify Namespace data structure of the NVM command set (CNS 00h, NVM 1.0 figure 97).
@@ -206,12 +220,20 @@ func (c *IdentifyController) UnmarshalBinary(b []byte) error {
 	return nil
 }
 
-// UnmarshalBinary takes the structure from exactly 4096 bytes and refuses formats with metadata or odd block sizes.
-func (n *IdentifyNamespace) UnmarshalBinary(b []byte) error {
+// Decode takes the structure from exactly 4096 bytes, whatever they say.
+func (n *IdentifyNamespace) Decode(b []byte) error {
 	if len(b) != IdentifyBytes {
 		return fmt.Errorf("%w: namespace: %d bytes, want %d", ErrIdentify, len(b), IdentifyBytes)
 	}
 	copy(wire(n), b)
+	return nil
+}
+
+// UnmarshalBinary is Decode that refuses formats with metadata or odd block sizes.
+func (n *IdentifyNamespace) UnmarshalBinary(b []byte) error {
+	if err := n.Decode(b); err != nil {
+		return err
+	}
 	f := n.Format()
 	if n.NSZE != 0 && (f.LBADS < 9 || f.LBADS > 12 || f.MS != 0) {
 		return fmt.Errorf("%w: namespace: format of 1<<%d bytes with %d of metadata; want 512 to 4096 and none",
@@ -226,6 +248,16 @@ func (n *IdentifyNamespace) UnmarshalBinary(b []byte) error {
 // Format is the namespace's formatted LBA format. Bits 6:5 and 3:0 of FLBAS are its index.
 func (n *IdentifyNamespace) Format() LBAFormat { return n.LBAF[n.FLBAS&0xf|n.FLBAS>>5&3<<4] }
 
+// Formats are the LBA formats that the namespace can have, and the index of the one that it has, or -1 if that is none
+// of them.
+func (n *IdentifyNamespace) Formats() (list []LBAFormat, current int) {
+	list = slices.Clone(n.LBAF[:min(int(n.NLBAF)+1, len(n.LBAF))])
+	if current = int(n.FLBAS&0xf | n.FLBAS>>5&3<<4); current >= len(list) {
+		current = -1
+	}
+	return list, current
+}
+
 // FormatOf is the index of the LBA format of 1 << shift bytes without metadata that performs best.
 func (n *IdentifyNamespace) FormatOf(shift uint8) (index uint8, ok bool) {
 	best := uint8(math.MaxUint8)
@@ -238,10 +270,13 @@ func (n *IdentifyNamespace) FormatOf(shift uint8) (index uint8, ok bool) {
 	return index, ok
 }
 
-// SetFormat declares one format of 1 << shift bytes without metadata.
-func (n *IdentifyNamespace) SetFormat(shift uint8) {
-	n.NLBAF, n.FLBAS = 0, 0
-	n.LBAF[0] = LBAFormat{LBADS: shift}
+// SetFormats declares formats of 1 << shift bytes without metadata, from the best performing one on, and which of them
+// the namespace has.
+func (n *IdentifyNamespace) SetFormats(current int, shifts ...uint8) {
+	n.NLBAF, n.FLBAS = uint8(len(shifts)-1), uint8(current&0xf|current>>4&3<<5)
+	for i, s := range shifts {
+		n.LBAF[i] = LBAFormat{LBADS: s, RP: uint8(min(i, 3))}
+	}
 }
 
 // PadASCII fills dst with s and spaces, as serial and model numbers are. Other than printable characters become '?'.

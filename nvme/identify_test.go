@@ -80,7 +80,7 @@ func FuzzIdentifyPages(f *testing.F) {
 	b, _ := c.AppendBinary(nil)
 	f.Add(b)
 	n := IdentifyNamespace{NSZE: 1 << 20}
-	n.SetFormat(12)
+	n.SetFormats(0, 12)
 	b, _ = n.AppendBinary(nil)
 	f.Add(b)
 	f.Add(append([]byte{NIDTNGUID, 16}, make([]byte, IdentifyBytes-2)...))

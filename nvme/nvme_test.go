@@ -217,7 +217,7 @@ func TestIdentifyCodec(t *testing.T) {
 
 	var n, n2 IdentifyNamespace
 	n.NSZE = 1 << 20
-	n.SetFormat(12)
+	n.SetFormats(0, 12)
 	b, err = n.AppendBinary(nil)
 	require.NoError(t, err)
 	require.NoError(t, n2.UnmarshalBinary(b))

@@ -196,6 +196,33 @@ volume() {
   tail -n 2 /tmp/out
 }
 
+# has SERIAL NAMESPACE BYTES: the kernel's driver knows its blocks.
+has() { [ "$(cat "/sys/block/$(basename "$(node "$1" "$2")")/queue/logical_block_size")" = "$3" ]; }
+
+blocks() {
+  title "blocks of another size: on our driver, and back on the kernel's"
+  must tuttifs drives bind --force --force $D
+  must tuttifs mkfs --lba-size list $D/1 $D/2
+  cat /tmp/out
+  expect 1 tuttifs mkfs -f --lba-size 4096 $D/1
+  says 'format-nvm'
+  must tuttifs mkfs -f --lba-size 4096 --format-nvm -L blocks $D/1 $D/2
+  says '^drive 0 .*4096-byte'
+  must tuttifs mount --log /tmp/log $D/1 $D/2 /mnt/kv
+  must $replay /tmp/trace /mnt/kv
+  expect 1 tuttifs mkfs -f --lba-size 512 --format-nvm $D/1
+  says 'in use\|mounted'
+  must tuttifs umount /mnt/kv
+  must tuttifs drives unbind $D
+  nodes
+  has D 1 4096 || fail "the kernel sees no blocks of 4096 bytes"
+  must tuttifs fsck -n --data "$(node D 1)" "$(node D 2)"
+  tail -n 2 /tmp/out
+  must tuttifs mkfs -f --lba-size 512 --format-nvm "$(node D 1)"
+  says '^drive 0 .*512-byte'
+  has D 1 512 || fail "the kernel sees no blocks of 512 bytes"
+}
+
 # mediated: no engine has queue pairs of a drive's own.
 mediated() { ! tuttifs info /mnt/kv | grep -q 'real'; }
 
@@ -203,10 +230,10 @@ real() {
   title "a volume whose engine has queue pairs of the SSDs themselves, and whose daemon is killed while it stores"
   must tuttifs drives bind --force --force $A $B $D
   options='-o real=on' replay='tuttifs replay --scale 1024 --real'
-  lives $A $B $D/2
+  lives $A $B $D/1 $D/2
 
   title "an engine that drives the SSDs is killed"
-  must tuttifs mount --log /tmp/log $options $A $B $D/2 /mnt/kv
+  must tuttifs mount --log /tmp/log $options $A $B $D/1 $D/2 /mnt/kv
   sh -c "while $replay /tmp/more /mnt/kv; do :; done" >/tmp/killed 2>&1 &
   within 10 busy
   grep 'real on' /tmp/out
@@ -217,14 +244,14 @@ real() {
   must tuttifs umount /mnt/kv
 
   title "the same volume where the mount does not allow it"
-  must tuttifs mount --log /tmp/log $A $B $D/2 /mnt/kv
+  must tuttifs mount --log /tmp/log $A $B $D/1 $D/2 /mnt/kv
   expect 1 $replay /tmp/trace /mnt/kv
   says 'mount -o real='
   replay='tuttifs replay --scale 1024' options=
   must $replay --json /tmp/trace /mnt/kv
   [ "$(number hit_rate)" = 1 ] || fail "of what was stored before, $(number hit_rate) is there"
   must tuttifs umount /mnt/kv
-  must tuttifs fsck -n --data $A $B $D/2
+  must tuttifs fsck -n --data $A $B $D/1 $D/2
   tail -n 2 /tmp/out
   must tuttifs drives unbind $A $B $D
   nodes

@@ -6,7 +6,7 @@
 # Ends within the limit, and leaves nothing behind, whatever ends it: not even SIGKILL.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -euo pipefail
-programs=$1 cache=$2 steps=${3:-conformance,volume,real,errors,faults}
+programs=$1 cache=$2 steps=${3:-conformance,volume,blocks,real,errors,faults}
 limit=${TUTTIFS_NVME_LIMIT:-290} # seconds; on a machine of its own half of it is enough
 scripts=$(cd "$(dirname "$0")" && pwd)
 fail() { echo "test-nvme: $*" >&2; exit 1; }
@@ -95,7 +95,7 @@ controllers=(
   -device nvme-ns,id=C1,bus=C,drive=c0,nsid=1
   -device nvme-ns,id=C2,bus=C,drive=c1,nsid=2
   # D: no limit of transfers, and namespaces of both block sizes with a gap in their numbers.
-  -device nvme,id=D,serial=D,mdts=0,max_ioqpairs=8
+  -device nvme,id=D,serial=D,mdts=0,max_ioqpairs=16
   -device nvme-ns,id=D1,bus=D,drive=d0,nsid=1
   -device nvme-ns,id=D2,bus=D,drive=d1,nsid=2,logical_block_size=4096,physical_block_size=4096
   -device nvme-ns,id=D5,bus=D,drive=d2,nsid=5

@@ -28,6 +28,9 @@ type mkfsOptions struct {
 	dryRun  bool
 	quiet   bool
 	json    bool
+
+	lbaSize   lbaSizeFlag
+	formatNVM bool
 }
 
 func newMkfs() *command {
@@ -40,6 +43,9 @@ func newMkfs() *command {
 		"entries of a row: drives that a stripe set is spread over (default 4, or all if fewer)")
 	f.Var(&o.segment, "segment", "unit of space given to pools, a power of two (default: by the size of the drives)")
 	f.Var(&o.journal, "journal", "size of the journal (default: by the size of the drives)")
+	f.Var(&o.lbaSize, "lba-size", "blocks that NVMe namespaces are to have; 'list' shows which there are")
+	f.BoolVar(&o.formatNVM, "format-nvm", false,
+		"with --lba-size: format namespaces that have other blocks; all that they hold is lost")
 	f.BoolVarP(&o.force, "force", "f", false, "overwrite a drive that holds something known")
 	f.BoolVarP(&o.dryRun, "dry-run", "n", false, "show what would be done and change nothing")
 	f.BoolVarP(&o.quiet, "quiet", "q", false, "print nothing")
@@ -50,9 +56,15 @@ func newMkfs() *command {
 Formats 1 to 64 drives together as one volume: block devices, NVMe namespaces or regular files. All
 that they held is lost. A drive that is mounted, in use or that holds a known signature is refused;
 --force overrides the last. A regular file that does not exist is made, sparse, when --size is
-given.`,
+given.
+
+An NVMe namespace has blocks of 512 or 4096 bytes, and its maker says which of them performs better:
+--lba-size list shows it, and changes nothing. --lba-size 4096 wants such blocks; with --format-nvm
+namespaces that have others are formatted first (Format NVM, which may take minutes). A drive in use
+is never formatted, nor one whose controller would format other namespaces too.`,
 		example: `
 tuttifs mkfs -L kv0 /dev/nvme1n1 /dev/nvme2n1 /dev/nvme3n1 /dev/nvme4n1
+tuttifs mkfs --lba-size 4096 --format-nvm /dev/nvme1n1 /dev/nvme2n1
 tuttifs mkfs --size 16g /var/lib/tuttifs/d0 /var/lib/tuttifs/d1`,
 		run: o.run,
 	}
@@ -64,6 +76,9 @@ const drivesMax = 64
 func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) {
 	if len(args) == 0 || len(args) > drivesMax {
 		return usagef("name 1 to %d drives", drivesMax)
+	}
+	if o.formatNVM && o.lbaSize.bytes == 0 {
+		return usagef("--format-nvm is for --lba-size 512 or 4096")
 	}
 	if o.size != 0 && o.size < drive.UnitBytes {
 		return usagef("--size %d: drives have at least %d bytes", uint64(o.size), drive.UnitBytes)
@@ -77,7 +92,9 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 	drives, made, err := o.openDrives(args)
 	defer func() {
 		for _, d := range drives {
-			err = errors.Join(err, d.Close())
+			if d != nil {
+				err = errors.Join(err, d.Close())
+			}
 		}
 		if err != nil {
 			for _, path := range made {
@@ -87,6 +104,14 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 	}()
 	if err != nil {
 		return err
+	}
+	if o.lbaSize.list {
+		return o.listFormats(e, drives)
+	}
+	if o.lbaSize.bytes != 0 {
+		if err := o.chooseBlocks(args, drives, fo); err != nil {
+			return err
+		}
 	}
 	format := extentmap.Format
 	if o.dryRun {
@@ -117,6 +142,12 @@ func (o *mkfsOptions) warn(e *env, drives []drive.Drive, made []string) {
 		if d.Kind() == drive.File && want != 0 && d.Size() != want && !isMade(d) {
 			e.warnf("%s exists and keeps its %s: --size is for files that do not exist", d.Name(),
 				humanBytes(uint64(d.Size())))
+		}
+	}
+	for _, d := range drives {
+		if bytes, than, now := betterFormat(d); bytes != 0 {
+			e.warnf("%s: its maker calls blocks of %d bytes %s, and those of %d, which it has, %s: see --lba-size", d.Name(),
+				bytes, than, d.LBABytes(), now)
 		}
 	}
 	for _, s := range sparseSpace(drives, isMade) {
@@ -163,7 +194,7 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 		switch {
 		case missing && o.size == 0:
 			return drives, made, fmt.Errorf("%s does not exist: give --size to make it as a file", path)
-		case missing && o.dryRun:
+		case missing && (o.dryRun || o.lbaSize.list):
 			d, err := drive.NewMemory(path, int64(o.size)&^(drive.UnitBytes-1))
 			if err != nil {
 				return drives, made, err
@@ -182,7 +213,7 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 		if dir := mountOf(path); dir != "" {
 			return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %s: unmount it first", path, dir)
 		}
-		d, err := drive.Open(path, drive.Options{ReadOnly: o.dryRun})
+		d, err := drive.Open(path, drive.Options{ReadOnly: o.dryRun || o.lbaSize.list})
 		if errors.Is(err, drive.ErrBusy) {
 			return drives, made, fmt.Errorf("%s is in use: unmount its volume first: %w", path, err)
 		}

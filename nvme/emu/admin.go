@@ -111,6 +111,8 @@ func (a *admin) accept(c *command) {
 			st, parked = a.deleteSQ(c)
 		case nvme.AdminAbort:
 			st = a.abort(c)
+		case nvme.AdminFormatNVM:
+			st = a.format(e)
 		case nvme.AdminAsyncEvent:
 			st, parked = a.asyncEvent(c)
 		}

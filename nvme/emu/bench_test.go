@@ -63,7 +63,7 @@ const (
 )
 
 func (h *host) pumpRW(n int, write bool, size uint32, inflight int, step func()) {
-	blocks := size >> h.c.lbaShift
+	blocks := size >> h.c.shift()
 	places := uint64(h.c.drive.Size()) / uint64(size)
 	seq := uint64(0)
 	h.pump(n, inflight, step, func(e *nvme.SQE, cid uint16) {

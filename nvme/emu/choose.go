@@ -130,8 +130,8 @@ func (c *Controller) timeReadsIn(mem []byte, p *Poller, queueBytes int) (time.Du
 
 // drain runs the reads of timeReads to their end, or to the limit.
 func (c *Controller) drain(p *Poller, qm nvme.QueueMemory) (took time.Duration, inFlight int, err error) {
-	blocks := uint32(measureBytes >> c.lbaShift)
-	places := c.blocks / uint64(blocks)
+	blocks := uint32(measureBytes >> c.shift())
+	places := uint64(c.drive.Size()) >> c.shift() / uint64(blocks)
 	start := time.Now()
 	sent, done, head, phase := 0, 0, uint32(0), uint16(1)
 	free := make([]uint16, 0, measureDepth)

@@ -149,11 +149,12 @@ const (
 
 // place checks blocks from lba against the namespace and, where there is an authority, against its units.
 func (c *command) place(lba, blocks uint64) (byteRange, nvme.Status) {
-	ct := c.queue.controller
-	if lba >= ct.blocks || blocks > ct.blocks-lba {
+	shift := c.queue.controller.shift()
+	size := uint64(c.queue.controller.drive.Size()) >> shift
+	if lba >= size || blocks > size-lba {
 		return byteRange{}, nvme.LBAOutOfRange | dnr
 	}
-	r := byteRange{int64(lba << ct.lbaShift), int64(blocks << ct.lbaShift)}
+	r := byteRange{int64(lba << shift), int64(blocks << shift)}
 	if c.queue.authority != nil && (r.off|r.n)%PageBytes != 0 {
 		return byteRange{}, nvme.InvalidField | dnr
 	}
@@ -170,7 +171,7 @@ func (c *command) decodeRW() nvme.Status {
 		return nvme.InvalidField | dnr
 	}
 	blocks := uint64(e.Blocks())
-	if blocks<<ct.lbaShift > uint64(ct.dataMax) {
+	if blocks<<ct.shift() > uint64(ct.dataMax) {
 		return nvme.InvalidField | dnr
 	}
 	r, st := c.place(e.LBA(), blocks)

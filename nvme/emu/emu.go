@@ -83,6 +83,9 @@ type Config struct {
 	// Medium models a drive: reads and writes complete when it says so, or when they are done if that is later. Whoever
 	// else uses the drive may share it. nil is as fast as the backend.
 	Medium *drivemodel.Medium
+	// Formats lets Format NVM choose among blocks of 512 and 4096 bytes; the namespace begins with those of the drive,
+	// which takes writes of either size.
+	Formats bool
 	// Placement models the flash below the namespace, and lets writes say what goes together; nil for neither.
 	Placement *Placement
 	// Phase keeps reads and writes apart. All who use the drive share it. nil lets them mix.
@@ -97,9 +100,8 @@ type Controller struct {
 	bytes    []byte // the drive's storage where it can be addressed
 	written  pages  // of bytes, where they are a file's: those that pollers have written and mapped
 	fd       int
-	lbaShift uint8
-	blocks   uint64 // namespace size
-	dataMax  uint32 // bytes of one command
+	lbaShift atomic.Uint32 // changed by Format NVM
+	dataMax  uint32        // bytes of one command
 	memAlign uintptr
 	flash    *flash // nil without Placement
 
@@ -159,10 +161,9 @@ func New(c Config) (*Controller, error) {
 	}
 	ct := &Controller{
 		cfg: c, begun: time.Now(), drive: c.Drive, bytes: c.Drive.Bytes(), fd: c.Drive.Fd(),
-		lbaShift: uint8(bits.TrailingZeros(uint(lba))),
-		dataMax:  PageBytes << c.MDTS, memAlign: 1, attached: map[*Queue]struct{}{},
+		dataMax: PageBytes << c.MDTS, memAlign: 1, attached: map[*Queue]struct{}{},
 	}
-	ct.blocks = uint64(c.Drive.Size()) >> ct.lbaShift
+	ct.lbaShift.Store(uint32(bits.TrailingZeros(uint(lba))))
 	if c.Drive.Direct() {
 		ct.memAlign = uintptr(lba)
 	}
@@ -178,6 +179,9 @@ func New(c Config) (*Controller, error) {
 	ct.regs.reset(ct)
 	return ct, nil
 }
+
+// shift is the size of a block as a power of two.
+func (c *Controller) shift() uint8 { return uint8(c.lbaShift.Load()) }
 
 // QueueConfig attaches an I/O queue pair whose memory the daemon made for a session.
 type QueueConfig struct {

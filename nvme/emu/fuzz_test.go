@@ -221,8 +221,8 @@ func (x *hostile) end(t *testing.T) {
 	for at := 16 * PageBytes; at < hostileDrive; at += PageBytes {
 		require.False(t, bytes.Contains(x.dma, x.fresh[at:at+64]), "bytes of unit %d", at/PageBytes)
 	}
-	require.True(t, x.good.do(x.good.rw(false, 7, uint64(16*PageBytes>>x.controller.lbaShift), 1, 0)).OK())
-	require.Equal(t, x.fresh[16*PageBytes:][:1<<x.controller.lbaShift], x.goodDMA[:1<<x.controller.lbaShift])
+	require.True(t, x.good.do(x.good.rw(false, 7, uint64(16*PageBytes>>x.controller.shift()), 1, 0)).OK())
+	require.Equal(t, x.fresh[16*PageBytes:][:1<<x.controller.shift()], x.goodDMA[:1<<x.controller.shift()])
 }
 
 // FuzzChanging has the controller serve entries, PRP lists, SGLs and ranges that another thread changes all the time

@@ -141,7 +141,7 @@ func (h *host) do(e nvme.SQE) nvme.Status {
 func (h *host) rw(write bool, cid uint16, lba uint64, nlb uint32, off uint64) nvme.SQE {
 	var e nvme.SQE
 	nvme.BuildRW(&e, write, cid, 1, lba, nlb)
-	n := nlb << h.c.lbaShift
+	n := nlb << h.c.shift()
 	at := uint64(len(h.dma) - PageBytes)
 	list := words(h.dma[at:])
 	require.NoError(h.t, e.SetPRP(dmaBase+off, n, list, dmaBase+at))

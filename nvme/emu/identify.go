@@ -4,6 +4,7 @@ import (
 	"crypto/sha256"
 	"encoding/hex"
 	"fmt"
+	"slices"
 
 	"tuttifs/nvme"
 )
@@ -71,6 +72,9 @@ func (c *Controller) identifyController() nvme.IdentifyController {
 	if c.cfg.SGL {
 		id.SGLS = nvme.SGLSSupported | nvme.SGLSBitBucket
 	}
+	if c.cfg.Formats {
+		id.OACS |= nvme.OACSFormat
+	}
 	if c.flash != nil {
 		id.CTRATT, id.ENDGIDMAX = nvme.CTRATTGroups|nvme.CTRATTFDP, fdpGroup
 	}
@@ -89,8 +93,11 @@ func (c *Controller) identifyController() nvme.IdentifyController {
 }
 
 func (c *Controller) identifyNamespace() nvme.IdentifyNamespace {
-	id := nvme.IdentifyNamespace{NSZE: c.blocks, NCAP: c.blocks, NUSE: c.blocks}
-	id.SetFormat(c.lbaShift)
+	shift := c.shift()
+	blocks := uint64(c.drive.Size()) >> shift
+	id := nvme.IdentifyNamespace{NSZE: blocks, NCAP: blocks, NUSE: blocks}
+	formats := c.formats()
+	id.SetFormats(slices.Index(formats, shift), formats...)
 	size := uint64(c.drive.Size())
 	for i := range 8 {
 		id.NVMCAP[i] = byte(size >> (8 * i))
@@ -103,7 +110,7 @@ func (c *Controller) identifyNamespace() nvme.IdentifyNamespace {
 	}
 	// Preferred write granularity: an allocation unit, in blocks, zero-based; NSFEAT bit 4 says that it is given.
 	id.NSFEAT = 1 << 4
-	id.NPWG = uint16(PageBytes>>c.lbaShift) - 1
+	id.NPWG = uint16(PageBytes>>shift) - 1
 	id.NPDG = id.NPWG
 	d := c.digest()
 	copy(id.NGUID[:], d[16:])

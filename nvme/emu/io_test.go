@@ -35,7 +35,7 @@ func fill(b []byte, seed uint64) {
 func TestReadBackMemory(t *testing.T) {
 	h := newHost(t, Config{Drive: memoryDrive(t, 8<<20)}, 16, 4<<20)
 	fill(h.dma[:64<<10], 1)
-	bs := uint32(1) << h.c.lbaShift
+	bs := uint32(1) << h.c.shift()
 	require.True(t, h.do(h.rw(true, 7, 3, 64<<10/bs, 0)).OK())
 	require.True(t, h.do(h.rw(false, 8, 3, 64<<10/bs, 1<<20)).OK())
 	require.True(t, bytes.Equal(h.dma[:64<<10], h.dma[1<<20:][:64<<10]))
@@ -68,7 +68,7 @@ func TestBackendsMoveTheSameBytes(t *testing.T) {
 			require.NoError(t, err)
 			t.Cleanup(p.Stop)
 			h := attachHost(t, c, p, nil, 64, 8<<20)
-			bs := uint32(1) << h.c.lbaShift
+			bs := uint32(1) << h.c.shift()
 			fill(h.dma[:2<<20], 2)
 			for i, off := range []uint64{0, 4096, 12, 516} {
 				for _, n := range []uint32{4096, 128 << 10, 2<<20 - 4096} {

@@ -28,7 +28,7 @@ func TestMoreThanTheBackendTakes(t *testing.T) {
 			require.NoError(t, err)
 			t.Cleanup(p.Stop)
 			h := attachHost(t, c, p, nil, depth, blocks*PageBytes+PageBytes)
-			per := uint32(PageBytes >> c.lbaShift)
+			per := uint32(PageBytes >> c.shift())
 			want := make([]byte, blocks*PageBytes)
 			fill(want, 21)
 			copy(h.dma, want)
@@ -70,7 +70,7 @@ func TestTransfersOfAFormThatTheKernelRefuses(t *testing.T) {
 			fill(h.dma[:n+1], 22)
 			for i, write := range []bool{true, false} {
 				var e nvme.SQE
-				nvme.BuildRW(&e, write, uint16(i), 1, 0, n>>c.lbaShift)
+				nvme.BuildRW(&e, write, uint16(i), 1, 0, n>>c.shift())
 				require.NoError(t, e.SetSGL(dmaBase+uint64(i)<<19+1, n))
 				e.CDW12 |= nvme.RWForceUnit
 				require.Equal(t, nvme.Success, h.do(e))
@@ -95,7 +95,7 @@ func TestManyQueues(t *testing.T) {
 			h := attachHost(t, c, p, nil, 16, 512<<10)
 			all.Go(func() {
 				r := rand.New(rand.NewPCG(q, 9))
-				bs := uint64(1) << c.lbaShift
+				bs := uint64(1) << c.shift()
 				for range rounds {
 					n := uint64(r.IntN(16)+1) * PageBytes
 					lba := (q*part + uint64(r.IntN(part/PageBytes-16))*PageBytes) / bs

@@ -42,7 +42,7 @@ func TestLoopDevice(t *testing.T) {
 		}
 		require.NoError(t, err)
 		h := attachHost(t, c, p, nil, 16, 1<<20)
-		n := uint32(256<<10) >> c.lbaShift
+		n := uint32(256<<10) >> c.shift()
 		fill(h.dma[:256<<10], uint64(len(b)))
 		e := h.rw(true, 1, uint64(n), n, 0)
 		e.CDW12 |= nvme.RWForceUnit

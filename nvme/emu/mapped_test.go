@@ -76,17 +76,17 @@ func TestMappedIsTheFile(t *testing.T) {
 	d := tmpfsDrive(t, 8<<20)
 	h := attachWay(t, d, Auto, Inline)
 	const size = 256<<10 + 4096
-	blocks := uint32(size) >> h.c.lbaShift
+	blocks := uint32(size) >> h.c.shift()
 	fill(h.dma[:size], 1)
 	for i, off := range []uint64{0, 12} { // of the executor's memory
 		lba := uint64(i) * 2 * uint64(blocks)
 		require.Equal(t, nvme.Success, h.do(h.rw(true, 1, lba, blocks, off)))
 		got := make([]byte, size)
-		require.NoError(t, d.ReadAt(got, int64(lba)<<h.c.lbaShift))
+		require.NoError(t, d.ReadAt(got, int64(lba)<<h.c.shift()))
 		require.True(t, bytes.Equal(h.dma[off:][:size], got))
 
 		fill(got, 2)
-		require.NoError(t, d.WriteAt(got, int64(lba)<<h.c.lbaShift))
+		require.NoError(t, d.WriteAt(got, int64(lba)<<h.c.shift()))
 		require.Equal(t, nvme.Success, h.do(h.rw(false, 2, lba, blocks, 1<<20+off)))
 		require.True(t, bytes.Equal(got, h.dma[1<<20+off:][:size]))
 	}
@@ -99,7 +99,7 @@ func TestMappedIsTheFile(t *testing.T) {
 	require.Equal(t, nvme.Success, h.do(e))
 	require.NoError(t, h.q.Quiesce(time.Now().Add(time.Second)))
 	s := h.c.Stats()
-	require.Equal(t, Stats{Reads: 3, Writes: 3, Flushes: 1, BytesRead: 3 * size, BytesWritten: 2*size + 8<<h.c.lbaShift,
+	require.Equal(t, Stats{Reads: 3, Writes: 3, Flushes: 1, BytesRead: 3 * size, BytesWritten: 2*size + 8<<h.c.shift(),
 		BusyNanoseconds: s.BusyNanoseconds}, s)
 }
 
@@ -124,7 +124,7 @@ func TestWarm(t *testing.T) {
 	require.NoError(t, unix.Stat(d.Name(), &st))
 	require.EqualValues(t, 6<<20, st.Blocks*512)
 	fill(h.dma[:64<<10], 2)
-	require.Equal(t, nvme.Success, h.do(h.rw(true, 1, 2<<20>>h.c.lbaShift, 64<<10>>h.c.lbaShift, 0)))
+	require.Equal(t, nvme.Success, h.do(h.rw(true, 1, 2<<20>>h.c.shift(), 64<<10>>h.c.shift(), 0)))
 	require.NoError(t, d.ReadAt(p[:64<<10], 2<<20))
 	require.True(t, bytes.Equal(h.dma[:64<<10], p[:64<<10]))
 	require.NoError(t, d.ReadAt(p[:64<<10], 2<<20+64<<10))
@@ -142,8 +142,8 @@ func TestMappedTruncated(t *testing.T) {
 		t.Run(string(way.taken), func(t *testing.T) {
 			d := tmpfsDrive(t, 8<<20)
 			h := attachWay(t, d, way.backend, way.taken)
-			at := func(off int64) uint64 { return uint64(off) >> h.c.lbaShift }
-			blocks := uint32(64<<10) >> h.c.lbaShift
+			at := func(off int64) uint64 { return uint64(off) >> h.c.shift() }
+			blocks := uint32(64<<10) >> h.c.shift()
 			fill(h.dma, 1)
 			for _, off := range []int64{0, 6 << 20} {
 				require.Equal(t, nvme.Success, h.do(h.rw(true, 1, at(off), blocks, 0)))
@@ -187,7 +187,7 @@ func TestMappedTruncatedMeanwhile(t *testing.T) {
 		}
 	})
 	r := rand.New(rand.NewPCG(7, 8))
-	blocks := uint32(64<<10) >> h.c.lbaShift
+	blocks := uint32(64<<10) >> h.c.shift()
 	failed := 0
 	for range commands {
 		st := h.do(h.rw(r.IntN(2) == 0, 1, uint64(r.IntN(64))*uint64(blocks), blocks, 0))
@@ -213,8 +213,8 @@ func TestMappedFull(t *testing.T) {
 			dir := smallTmpfs(t, "size=1m")
 			d := inMemory(t, dir, 8<<20)
 			h := attachWay(t, d, way.backend, way.taken)
-			at := func(off int64) uint64 { return uint64(off) >> h.c.lbaShift }
-			blocks := uint32(512<<10) >> h.c.lbaShift
+			at := func(off int64) uint64 { return uint64(off) >> h.c.shift() }
+			blocks := uint32(512<<10) >> h.c.shift()
 			fill(h.dma, 1)
 			require.Equal(t, nvme.Success, h.do(h.rw(true, 1, 0, blocks, 0)))
 			full := false
@@ -265,8 +265,8 @@ func TestFaultOfTheExecutorsMemory(t *testing.T) {
 	require.NoError(t, unix.Mprotect(h.dma[64<<10:][:4096], unix.PROT_NONE))
 	defer func() { require.NoError(t, unix.Mprotect(h.dma, unix.PROT_READ|unix.PROT_WRITE)) }()
 	for cid, write := range []bool{false, true} {
-		require.Equal(t, nvme.DataTransferError, h.do(h.rw(write, uint16(cid), 0, 128<<10>>h.c.lbaShift, 0)))
-		require.Equal(t, nvme.Success, h.do(h.rw(write, uint16(cid), 0, 64<<10>>h.c.lbaShift, 0)))
+		require.Equal(t, nvme.DataTransferError, h.do(h.rw(write, uint16(cid), 0, 128<<10>>h.c.shift(), 0)))
+		require.Equal(t, nvme.Success, h.do(h.rw(write, uint16(cid), 0, 64<<10>>h.c.shift(), 0)))
 	}
 }
 

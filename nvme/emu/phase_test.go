@@ -112,7 +112,7 @@ func TestPhasesOfTwoSessions(t *testing.T) {
 // chunkOf transfers a chunk of a session's half of the drive; what was read must be what the session wrote.
 func (h *host) chunkOf(wake *uint32, write bool, session, commands int) {
 	const size = 64 << 10
-	blocks := uint32(size >> h.c.lbaShift)
+	blocks := uint32(size >> h.c.shift())
 	want := make([]byte, size)
 	for i := range commands {
 		fill(want, uint64(session*commands+i))
@@ -346,7 +346,7 @@ func (h *host) busy(write bool, n int, sent, bytes *int) {
 	for ; *sent-*bytes/size < n; *sent++ {
 		var e nvme.SQE
 		cid := uint16(*sent % n)
-		nvme.BuildRW(&e, write, cid, 1, uint64(cid)*(size>>h.c.lbaShift), size>>h.c.lbaShift)
+		nvme.BuildRW(&e, write, cid, 1, uint64(cid)*(size>>h.c.shift()), size>>h.c.shift())
 		require.NoError(h.t, e.SetSGL(dmaBase, size))
 		h.put(e)
 	}

@@ -86,7 +86,7 @@ func (c *command) manage() nvme.Status {
 		}
 		return ct.flash.update(ids)
 	}
-	list := ct.flash.handles(ct.lbaShift)
+	list := ct.flash.handles(ct.shift())
 	b := make([]byte, nvme.FDPHandlesBytes, n+nvme.FDPHandleBytes)
 	binary.LittleEndian.PutUint16(b[14:], uint16(len(list)))
 	for i := range list {

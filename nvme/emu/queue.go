@@ -253,7 +253,7 @@ func (p *Poller) begin(c *command) {
 		return
 	}
 	if c.fault.Short > 0 && c.fault.Short < c.n {
-		c.n = c.fault.Short &^ uint32(c.queue.controller.drive.LBABytes()-1)
+		c.n = c.fault.Short &^ (1<<c.queue.controller.shift() - 1)
 		c.data.truncate(uint64(c.n))
 		if c.n == 0 {
 			p.end(c)

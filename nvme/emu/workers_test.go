@@ -53,7 +53,7 @@ func TestLongListsAreBounded(t *testing.T) {
 	submit := func() {
 		for cid := range uint16(depth - 1) {
 			var e nvme.SQE
-			nvme.BuildRW(&e, false, cid, 1, 0, pages*PageBytes>>c.lbaShift)
+			nvme.BuildRW(&e, false, cid, 1, 0, pages*PageBytes>>c.shift())
 			e.DPTR = [2]uint64{dmaBase, dmaBase + 1<<20 - PageBytes}
 			h.put(e)
 		}

@@ -192,6 +192,12 @@ func format(b *bench) {
 	ns, err := b.c.Namespace(b.ns.ID)
 	require.NoError(b, err)
 	require.Equal(b, other, ns.LBABytes())
+	list, current := ns.Identity.Formats()
+	require.Equal(b, other, list[current].Bytes())
+	var e nvme.SQE
+	nvme.BuildFormat(&e, 0, b.ns.ID, uint8(len(list)))
+	_, err = b.c.Admin(e)
+	requireStatus(b, err, nvme.FormatInvalid)
 	d, err := vfio.NewDrive(b.c, b.ns.ID, drive.Options{})
 	require.NoError(b, err)
 	p, got := make([]byte, 10_000), make([]byte, 10_000)
@@ -199,8 +205,13 @@ func format(b *bench) {
 	require.NoError(b, d.WriteAt(p, 777))
 	require.NoError(b, d.ReadAt(got, 777))
 	require.Equal(b, p, got)
+	require.NoError(b, drive.FormatNVM(d, was))
+	require.Error(b, d.ReadAt(got, 777), "it is to be opened anew")
+	require.Error(b, drive.FormatNVM(d, was))
 	require.NoError(b, d.Close())
-	require.NoError(b, b.c.Format(b.ns.ID, was))
+	ns, err = b.c.Namespace(b.ns.ID)
+	require.NoError(b, err)
+	require.Equal(b, was, ns.LBABytes())
 }
 
 // removal: everything ends at once, nothing hangs, and closing says so without an error of its own.

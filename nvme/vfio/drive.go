@@ -37,6 +37,7 @@ type Drive struct {
 
 	life  sync.RWMutex // held shared by every access, exclusively by Close
 	open  bool         // guarded by life
+	stale bool         // it has been formatted since, and is to be opened anew; guarded by life
 	edges sync.RWMutex // as of a file: whole blocks shared, partial ones exclusive
 
 	flushMu sync.Mutex
@@ -158,7 +159,7 @@ func (d *Drive) enter(op string, off, n int64, write bool) error {
 		return d.errorf(op, off, n, drive.ErrReadOnly)
 	}
 	d.life.RLock()
-	if !d.open {
+	if !d.open || d.stale {
 		d.life.RUnlock()
 		return d.errorf(op, off, n, os.ErrClosed)
 	}
@@ -385,6 +386,27 @@ func (d *Drive) ReadLog(page uint8, p []byte) error {
 		}
 	}
 	return err
+}
+
+// Formats are the LBA formats that the namespace can have, and the index of the one that it has.
+func (d *Drive) Formats() (list []nvme.LBAFormat, current int, err error) {
+	list, current = d.ns.Identity.Formats()
+	return list, current, nil
+}
+
+// FormatNVM gives the namespace another block size; everything on it is lost. The drive serves no more.
+func (d *Drive) FormatNVM(lbaBytes int) error {
+	if err := d.enter("format", 0, 0, true); err != nil {
+		return err
+	}
+	d.life.RUnlock()
+	d.life.Lock()
+	defer d.life.Unlock()
+	if !d.open || d.stale {
+		return d.errorf("format", 0, 0, os.ErrClosed)
+	}
+	d.stale = true
+	return d.c.Format(d.ns.ID, lbaBytes)
 }
 
 // Controller is the controller behind the drive.
