@@ -70,12 +70,12 @@ test-nvme: scripts/need-go.sh
 
 # The vLLM connector in real engines on the CPU, with a small model: ten minutes, and 6 GB in build/vllm the first time.
 test-vllm: build lib
-	@scripts/test-vllm.sh build/vllm
+	@scripts/test-engines.sh vllm build/vllm
 
 # The adapters for SGLang and LMCache with those packages' own loaders, host pools and controllers, without a GPU: three
 # minutes, and 6 GB in build/adapters the first time.
 test-adapters: build lib
-	@scripts/test-adapters.sh build/adapters
+	@scripts/test-engines.sh adapters build/adapters
 
 # A million power cuts: some twenty minutes on two cores.
 crash:
