@@ -15,10 +15,13 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../
 import torch  # noqa: E402
 from damaged import damage  # noqa: E402
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # noqa: E402
 from sglang.srt.mem_cache.hicache_storage import (HiCacheStorage, HiCacheStorageConfig, HiCacheStorageExtraInfo,  # noqa: E402
                                                   PoolHitPolicy, PoolName, PoolTransfer)
+from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool  # noqa: E402
+from sglang.srt.mem_cache.pool_host import HostPoolGroup, PoolEntry, base  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # noqa: E402
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E402
@@ -29,6 +32,8 @@ from volume import Volume, need_mount  # noqa: E402
 
 import tuttifs  # noqa: E402
 from tuttifs import sglang as adapter  # noqa: E402
+
+base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # what it leaves free of a server's memory
 
 PAGE, LAYERS = 4, 3
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -201,10 +206,10 @@ class Backend(Mounted):
         there = backend._kv.pages.present([adapter.named(k) for k in stored])
         self.assertIn(False, there)
         held = backend._kv.pages.hold([adapter.named(k) for k, found in zip(stored, there) if found])
-        self.assertEqual(len(held), sum(there))
+        self.assertEqual(sum(len(pinned) for _, pinned in held), sum(there))
         good = [backend.batch_set_v1(hashes(("over", i), 1), pages(host, [0]))[0] for i in range(40)]
         self.assertFalse(good[-1])  # everything is held: it is not stored, and nothing is raised
-        for pinned in held:
+        for _, pinned in held:
             pinned.release()
         self.assertEqual(backend.batch_set_v1(hashes("after", 1), pages(host, [0])), [True])
 
@@ -350,6 +355,65 @@ class Controller(Mounted):
             self.assertEqual(found.storage_hit_count, 9 * PAGE)
             self.same(other, [int(i) // PAGE for i in found.host_indices[::PAGE]], wanted)
             self.assertEqual(self.restore(two, other, [9, *tokens]).storage_hit_count, 0)
+
+    def hybrid(self) -> Any:
+        """SGLang's controller of hybrid models: full attention, a sliding window, and states."""
+        host, window, state = mha("layer_first"), mha("layer_first", heads=1), mamba()
+        group = HostPoolGroup([PoolEntry(PoolName.KV, host, host.of, lambda layer: layer, is_primary_index_anchor=True),
+                               PoolEntry(PoolName.SWA, window, window.of, lambda layer: layer),
+                               PoolEntry(PoolName.MAMBA, state, None, lambda layer: layer)])
+
+        class Allocator:
+            def get_kvcache(self) -> Any:
+                return host.of
+        with get_parallel().override(**ONE):
+            controller = HybridCacheController(
+                Allocator(), group, PAGE, None, threading.Event(), write_policy="write_through", storage_backend="dynamic",
+                model_name="m", storage_backend_extra_config=self.extra(interface_v1=1))
+        self.addCleanup(controller.detach_storage_backend)
+        return controller, host, window, state
+
+    def test_windows_and_states(self) -> None:
+        """A prompt is backed up, with states at its third and seventh page and a window at its end; of another prompt
+        with the same beginning as much is prefetched as all pools can continue."""
+        one, host, window, state = self.hybrid()
+        tokens = list(range(5000, 5000 + 7 * PAGE))
+        keys = get_storage_hash_str(tokens, None, page_size=PAGE)
+        trailing = PoolHitPolicy.TRAILING_PAGES
+
+        def backup(first: int, end: int, states: int) -> Any:
+            indices, last = host.alloc((end - first) * PAGE), window.alloc(2 * PAGE)
+            numbers.extend(int(i) // PAGE for i in indices[::PAGE])
+            saved = state.alloc(1)
+            one.write_storage(indices, tokens[first * PAGE:end * PAGE], keys[first:end], keys[:first], [
+                PoolTransfer(name=PoolName.SWA, host_indices=last, keys=keys[end - 2:end], hit_policy=trailing),
+                PoolTransfer(name=PoolName.MAMBA, host_indices=saved, keys=[keys[states]], hit_policy=trailing)])
+            done = one.ack_backup_queue.get(timeout=30)
+            self.assertEqual(done.completed_tokens, (end - first) * PAGE)
+            return content(window, [int(i) // PAGE for i in last[::PAGE]]), content(state, [int(saved[0])])
+        numbers: List[int] = []
+        saved = {3: backup(0, 3, 2), 7: backup(3, 7, 6)}
+        for length, hit in ((7, 7), (6, 3), (3, 3), (2, 0)):
+            with self.subTest(length=length):
+                two, into, windows, states = self.hybrid()
+                transfers = [PoolTransfer(name=PoolName.SWA, host_indices=windows.alloc(2 * PAGE), keys=keys[:2],
+                                          hit_policy=trailing),
+                             PoolTransfer(name=PoolName.MAMBA, host_indices=states.alloc(1), keys=keys[:1],
+                                          hit_policy=trailing)]
+                operation = two.prefetch(CacheRequestHandle("r", 0), tokens[:length * PAGE], extra_pools=transfers)
+                two.prefetch_hit_queue.get(timeout=30)
+                self.assertEqual(operation.storage_hit_count, hit * PAGE)
+                if hit:
+                    operation.host_indices = into.alloc(hit * PAGE)
+                    two.prefetch_buffer.put(operation)
+                    hits: Dict[str, int] = {}
+                    while not (ack := two.ack_prefetch_queue.get(timeout=30)).completed_req:
+                        hits.update({n: pages for n, pages in (ack.pool_hits or {}).items() if pages})
+                    self.assertEqual(hits, {"swa": 2, "mamba": 1})
+                    for pool, indices, wanted in zip(
+                            (into, windows, states), (operation, *transfers), (content(host, numbers[:hit]), *saved[hit])):
+                        found = [int(i) // pool.page_size for i in indices.host_indices[::pool.page_size]]
+                        self.same(pool, found, wanted)
 
 
 if __name__ == "__main__":

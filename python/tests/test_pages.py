@@ -1,10 +1,11 @@
 """What the adapters for SGLang and LMCache share: needs neither of them, nor PyTorch."""
 
 import random
+import time
 import unittest
 
 import tuttifs
-from tuttifs.pages import PageOptions, Pages, Region, Staging, attach, refuse_unknown, restorable
+from tuttifs.pages import Holds, PageOptions, Pages, Region, Staging, attach, refuse_unknown, restorable
 from volume import IDENTITY, Volume, need_mount
 
 PARTS = (5 << 20, 4096, 700)  # one of three objects, and one that is no whole unit
@@ -88,14 +89,55 @@ class OnAMount(unittest.TestCase):
         self.assertEqual(self.pages.present(keys), [True, False, False, False])
         self.assertEqual((self.pages.clear(), self.pages.clear(), self.pages.leading(keys)), (1, 0, 0))
 
-    def test_held(self):
-        keys = [bytes([i + 1]) * 32 for i in range(4)]
+    def stored(self, keys, before=()):
         region = Region(memoryview(bytearray(PAGE + 64)))
-        self.assertEqual(self.pages.store(keys[:2], region, self.places(region, 1) * 2), [True] * 2)
-        held = self.pages.hold(keys)
-        self.assertEqual(len(held), 2)
-        for pinned in held:
-            pinned.release()
+        self.assertEqual(self.pages.store(keys, region, self.places(region, 1) * len(keys), before), [True] * len(keys))
+
+    def test_held(self):
+        """Pages that are held stay; a pin of several is ended with its last page."""
+        keys = [bytes([i + 1]) * 32 for i in range(6)]
+        self.stored([*keys[:2], *keys[3:5]])
+        self.assertEqual([(at, len(pinned)) for at, pinned in self.pages.hold(keys)], [(0, 2), (3, 2)])
+        holds = Holds()
+        self.addCleanup(holds.close)
+        for _ in range(2):
+            self.assertEqual(holds.add(self.pages, keys), [True, True, False, True, True, False])
+        run = holds._held[keys[0]][1]
+        self.assertEqual((holds.end(keys[0]), run.left, holds.end(keys[2])), (True, 1, False))
+        self.assertEqual(holds.end(keys[1]), True)
+        with self.assertRaises(tuttifs.NotFoundError):  # it was released
+            run.pinned.pool._lib.release(run.pinned.pool._h, run.pinned.request)
+        self.assertEqual([holds.end(k) for k in keys], [True, True, False, True, True, False])
+        self.assertEqual((holds.end(keys[3]), holds.end(keys[0])), (True, False))
+        holds.close()
+        self.assertFalse(holds.end(keys[4]))
+
+    def test_gone(self):
+        keys = [bytes([i + 1]) * 32 for i in range(4)]
+        self.assertIsNone(self.pages.gone())
+        self.stored(keys, None)
+        self.assertEqual(self.pages.gone(), [])
+        self.assertEqual(self.pages.remove(keys[1:3]), 2)
+        self.stored(keys[1:2], None)  # it is there again
+        self.assertEqual((self.pages.gone(), self.pages.gone()), ([keys[2]], []))
+        self.volume.kill()
+        self.assertEqual(self.pages.gone(), [])
+        self.volume.mount()
+        limit = time.monotonic() + 30
+        while self.pages.gone() is not None and time.monotonic() < limit:
+            time.sleep(0.02)
+        self.assertEqual((self.pages.present(keys), self.pages.gone()), ([True, True, False, True], []))
+
+    def test_by_themselves(self):
+        """Pages that hang on nothing: any may go without the others."""
+        keys = [bytes([i + 1]) * 32 for i in range(3)]
+        self.stored(keys, None)
+        self.volume.run("evict", self.volume.path, self.pages.name, "--prefix", keys[2].hex())
+        self.assertEqual(self.pages.present(keys), [True, True, False])
+        chained = [bytes([i + 11]) * 32 for i in range(3)]
+        self.stored(chained)
+        self.volume.run("evict", self.volume.path, self.pages.name, "--prefix", chained[2].hex())
+        self.assertEqual(self.pages.present(chained), [False] * 3)
 
     def test_outside(self):
         """A page that lies outside of the memory is neither stored nor loaded, and nothing is raised."""

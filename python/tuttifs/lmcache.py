@@ -31,9 +31,7 @@ from lmcache.v1.memory_management import MemoryFormat
 from lmcache.v1.storage_backend.abstract_backend import StoragePluginInterface
 
 from .errors import IdentityError, InvalidError
-from .leases import Pinned
-from .pages import PageOptions, Pages, Region, Staging, attach, refuse_unknown
-from .vllm.attachment import quietly
+from .pages import Holds, PageOptions, Pages, Region, Staging, attach, refuse_unknown
 from .vllm.identity import digest, pool_name
 
 log = logging.getLogger("tuttifs.lmcache")
@@ -110,7 +108,7 @@ class TuttifsBackend(StoragePluginInterface):
         self._lock = threading.Lock()
         self._made: Optional[_Chunks] = None
         self._putting: Set[Any] = set()
-        self._held: Dict[bytes, List[Pinned]] = {}
+        self._holds = Holds()
         self._loader = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-load")
         self._storer = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-store")
         if local_cpu_backend is not None:
@@ -131,14 +129,16 @@ class TuttifsBackend(StoragePluginInterface):
         return self.batched_contains([key], pin) == 1
 
     def batched_contains(self, keys: List[Any], pin: bool = False) -> int:
-        names = [named(k) for k in keys]
+        names, pages = [named(k) for k in keys], self._chunks.pages
+        n = pages.leading(names)
         if not pin:
-            return self._chunks.pages.leading(names)
-        held = self._chunks.pages.hold(names)
-        with self._lock:
-            for name, pinned in zip(names, held):
-                self._held.setdefault(name, []).append(pinned)
-        return len(held)
+            return n
+        held = self._holds.add(pages, names[:n])
+        n = (held + [False]).index(False)
+        for name, there in zip(names[n:], held[n:]):
+            if there:  # and what is before it went meanwhile
+                self._holds.end(name)
+        return n
 
     async def batched_async_contains(self, lookup_id: str, keys: List[Any], pin: bool = False) -> int:
         return await asyncio.get_running_loop().run_in_executor(self._loader, self.batched_contains, keys, pin)
@@ -148,15 +148,7 @@ class TuttifsBackend(StoragePluginInterface):
 
     def unpin(self, key: Any) -> bool:
         """Ends one pin of a key, whichever call made it."""
-        name = named(key)
-        with self._lock:
-            held = self._held.get(name)
-            pinned = held.pop() if held else None
-            if held is not None and not held:
-                del self._held[name]
-        if pinned is not None:
-            quietly(pinned.release)
-        return pinned is not None
+        return self._holds.end(named(key))
 
     def exists_in_put_tasks(self, key: Any) -> bool:
         with self._lock:
@@ -241,10 +233,7 @@ class TuttifsBackend(StoragePluginInterface):
         """Waits for what is being stored. May be called twice."""
         self._storer.shutdown()
         self._loader.shutdown()
-        with self._lock:
-            held, self._held = self._held, {}
-        for pinned in [p for some in held.values() for p in some]:
-            quietly(pinned.release)
+        self._holds.close()
         self._attachment.close()
 
 

@@ -7,16 +7,18 @@ mount does never raises here: a page that cannot be stored is not stored, one th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import threading
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .errors import AgainError, Error, IdentityError, InvalidError, NoSpaceError, PendingError, QuotaError
+from .events import Events
 from .layout import Object, extent
 from .leases import Pinned, Status
 from .store import Memory, Pool, contiguous_bytes
-from .vllm.attachment import GONE, Attachment, Mounted
+from .vllm.attachment import GONE, Attachment, Mounted, quietly
 from .vllm.files import pieces
 
 log = logging.getLogger("tuttifs")
@@ -130,6 +132,7 @@ class Pages:
         """parts: bytes of each. Raises what is wrong with the identity or the pool."""
         self.name, self.parts, self.bytes = name, tuple(parts), sum(parts)
         self._attachment, self._options, self._fields = attachment, options, dict(fields)
+        self._events: Optional[Events] = None
         sizes = [pieces(p) for p in self.parts]
         self._objects = [Object(0, 0, (n,)) for p in sizes for n in p]
         self._starts: List[Tuple[int, ...]] = [tuple(sum(p[:i]) for i in range(len(p))) for p in sizes]
@@ -177,17 +180,20 @@ class Pages:
         return offsets
 
     def store(self, keys: Sequence[bytes], region: Region, addresses: Sequence[Sequence[int]],
-              before: Sequence[bytes] = ()) -> List[bool]:
+              before: Optional[Sequence[bytes]] = ()) -> List[bool]:
         """Stores what is not stored yet, and waits until it is durable. Which pages are there then, or on their way.
 
-        before: the keys of the pages before these in the prompt, from its start. They say what to evict first.
+        before: the keys of the pages before these in the prompt, from its start. They say what to evict first. None
+            where these pages are not of one prompt, or not in its order.
         """
         def put(end: End, pool: Pool) -> List[bool]:
-            chain, tenant = [*before, *keys], self._options.tenant
+            earlier = before or ()
+            reserve = functools.partial(pool.reserve, [*earlier, *keys], len(earlier), tenant=self._options.tenant,
+                                        chained=before is not None)
             try:
-                reservation = pool.reserve(chain, len(before), tenant=tenant)
+                reservation = reserve()
             except _BUSY:
-                reservation = pool.reserve(chain, len(before), tenant=tenant, partial=True)
+                reservation = reserve(partial=True)
             with reservation:
                 good = [lease.status in _GOOD for lease in reservation]
                 if any(lease.status.to_be_written for lease in reservation):
@@ -220,18 +226,33 @@ class Pages:
         done: List[bool] = self._try(get, [False] * len(keys)) if keys else []
         return done
 
-    def hold(self, keys: Sequence[bytes]) -> List[Pinned]:
-        """Pins the leading pages that are stored, each by itself, until they are released."""
-        held: List[Pinned] = []
+    def hold(self, keys: Sequence[bytes]) -> List[Tuple[int, Pinned]]:
+        """Pins the pages that are stored, until they are released: for each run of them the first's number, and its
+        pin."""
+        held: List[Tuple[int, Pinned]] = []
 
         def pin(end: End, pool: Pool) -> None:
-            for k in keys:
-                pinned = pool.pin([k], tenant=self._options.tenant)
-                if not len(pinned):
-                    break
-                held.append(pinned)
+            there, at = pool.present(keys, self._options.tenant), 0
+            while True in there[at:]:
+                at = there.index(True, at)
+                n = (there[at:] + [False]).index(False)
+                pinned = pool.pin(keys[at:at + n], tenant=self._options.tenant)
+                if len(pinned):
+                    held.append((at, pinned))
+                at += n
         self._try(pin, None)
         return held
+
+    def gone(self) -> Optional[List[bytes]]:
+        """Which pages have gone since the call before. None where that is not known: at first, and where the mount was
+        lost, or too much has happened. For one thread at a time."""
+        def look(end: End, pool: Pool) -> Optional[List[bytes]]:
+            if self._events is None or self._events.pool is not pool:
+                self._events = pool.events()
+                return None
+            lost, last = self._events.lost, {e.key: e.removed for e in self._events.poll()}
+            return [k for k, removed in last.items() if removed] if self._events.lost == lost else None
+        return self._try(look, [])  # type: ignore[no-any-return]
 
     def remove(self, keys: Sequence[bytes]) -> int:
         """Removes files, for all engines of the pool. How many there were."""
@@ -247,6 +268,55 @@ class Pages:
         except OSError as e:
             log.warning("tuttifs: %s", e)
         return count
+
+
+class Holds:
+    """Pins of pages that an engine ends page by page."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._held: Dict[bytes, List[_Hold]] = {}
+
+    def add(self, pages: Pages, keys: Sequence[bytes]) -> List[bool]:
+        """Pins the pages that are stored. Which those are."""
+        held = [False] * len(keys)
+        for first, pinned in pages.hold(keys):
+            hold, end = _Hold(pinned, len(pinned)), first + len(pinned)
+            held[first:end] = [True] * len(pinned)
+            with self._lock:
+                for k in keys[first:end]:
+                    self._held.setdefault(k, []).append(hold)
+        return held
+
+    def end(self, key: bytes) -> bool:
+        """Ends one pin of a page, whichever call made it; False where there is none."""
+        with self._lock:
+            holds = self._held.get(key)
+            if not holds:
+                return False
+            hold = holds.pop()
+            if not holds:
+                del self._held[key]
+            hold.left -= 1
+            last = hold.left == 0
+        if last:
+            quietly(hold.pinned.release)
+        return True
+
+    def close(self) -> None:
+        """Ends all pins."""
+        with self._lock:
+            held, self._held = self._held, {}
+        for pinned in {id(h): h.pinned for holds in held.values() for h in holds}.values():
+            quietly(pinned.release)
+
+
+@dataclasses.dataclass
+class _Hold:
+    """A pin of several pages, and how many of them have not been ended."""
+
+    pinned: Pinned
+    left: int
 
 
 def _root(path: str) -> str:
@@ -289,7 +359,7 @@ class Staging:
         return [[self.region.address + i * self.pages.bytes + s for s in self._steps] for i in range(n)]
 
     def store(self, keys: Sequence[bytes], fill: Callable[[int, Any], None],
-              before: Sequence[bytes] = ()) -> List[bool]:
+              before: Optional[Sequence[bytes]] = ()) -> List[bool]:
         """Stores pages that fill(number, memory of one page) writes."""
         good: List[bool] = []
         with self.lock:
@@ -297,7 +367,8 @@ class Staging:
                 some = keys[first:first + self.count]
                 for i in range(len(some)):
                     fill(first + i, self._page(i))
-                good += self.pages.store(some, self.region, self.addresses(len(some)), [*before, *keys[:first]])
+                earlier = None if before is None else [*before, *keys[:first]]
+                good += self.pages.store(some, self.region, self.addresses(len(some)), earlier)
         return good
 
     def load(self, keys: Sequence[bytes], take: Callable[[int, Any], None]) -> List[bool]:

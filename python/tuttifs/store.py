@@ -410,19 +410,25 @@ class Pool(Closing):
         return Pinned(self, request, leases, n.value)
 
     def reserve(self, keys: Sequence[bytes], start: int = 0, reserve: Optional[int] = None, tenant: int = 0,
-                partial: bool = False) -> Reservation:
+                partial: bool = False, chained: bool = True) -> Reservation:
         """Leases slots for writing the files `keys[start:]` of a chain whose root is `keys[0]`: all or nothing.
 
         reserve: other ranks of the session join by the same id and keys. Left out: a random one.
         partial: a leading run, where not all fit.
+        chained: False where it is not known which file hangs on which: each is by itself, and evicted by itself.
         Waits while space is being freed. Raises `NoSpaceError`, `QuotaError`, `PendingError`.
         """
         if not 0 <= start <= len(keys):
             raise InvalidError(f"start {start} in a chain of {len(keys)} files")
         reserve = secrets.randbits(63) if reserve is None else reserve
         joined(keys)
-        count, parents = len(keys) - start, [bytes(KEY_BYTES), *keys]
-        items = b"".join([_ITEM.pack(keys[i], parents[i], self.tokens_per_file, i) for i in range(start, len(keys))])
+        count, root = len(keys) - start, bytes(KEY_BYTES)
+        if chained:
+            parents = [root, *keys]
+            rows = [_ITEM.pack(keys[i], parents[i], self.tokens_per_file, i) for i in range(start, len(keys))]
+        else:
+            rows = [_ITEM.pack(k, root, self.tokens_per_file, 0) for k in keys[start:]]
+        items = b"".join(rows)
         n, leases = C.c_uint64(), (_lib.Lease * max(1, count))()
         self._lib.reserve(self._h, tenant, reserve, items, count, _lib.PARTIAL if partial else 0, leases, C.byref(n))
         return Reservation(self, reserve, leases, n.value)
