@@ -8,8 +8,8 @@ import (
 	"tuttifs/extentmap"
 )
 
-// setQuotas gives tenants the quotas that the mount's options name; the volume keeps them, and those of tenants that are
-// not named. 0: none.
+// setQuotas gives tenants the quotas that the mount's options name. The volume keeps them, and those of tenants that
+// are not named. 0: none.
 func setQuotas(v *extentmap.Volume, quotas map[uint32]uint64) error {
 	have := map[uint32]extentmap.Tenant{}
 	for _, t := range v.Tenants() {

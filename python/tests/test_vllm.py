@@ -186,32 +186,86 @@ class Identities(unittest.TestCase):
         self.assertEqual(identity.scale_format(SimpleNamespace(kv_quant_mode=SimpleNamespace(name="NONE"))), "none")
         self.assertEqual(identity.scale_format(SimpleNamespace()), "unknown")
 
-    def test_from_a_configuration(self):
-        def config(commit=None, pp=1, speculative=None, cache_dtype="auto"):
-            hf = SimpleNamespace(to_dict=lambda: {"rope": 1, "_name_or_path": "x"}, _commit_hash=commit)
-            return SimpleNamespace(
-                model_config=SimpleNamespace(
-                    model="m", hf_config=hf, dtype="torch.bfloat16", quantization=None, model_class_overrides={},
-                    model_impl="auto", disable_sliding_window=False, quantization_config=None,
-                    multimodal_config=None),
-                parallel_config=SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=pp,
-                                                decode_context_parallel_size=1, prefill_context_parallel_size=1),
-                cache_config=SimpleNamespace(cache_dtype=cache_dtype, kv_cache_dtype_skip_layers=[],
-                                             kv_sharing_fast_prefill=False),
-                speculative_config=speculative)
-        o = options.Options.parse({"path": "/"})
-        self.assertEqual(identity.facts_of(config(commit="abc"), o, 4).revision, "abc")
-        with self.assertRaises(tuttifs.IdentityError):  # a local directory, and nobody said which weights are in it
-            identity.identity(identity.facts_of(config(), o, 4), GROUP)
-        named = options.Options.parse({"path": "/", "revision": "mine"})
-        self.assertEqual(identity.facts_of(config(commit="abc"), named, 4).revision, "mine")
-        with self.assertRaises(tuttifs.IdentityError):
-            identity.facts_of(config(commit="abc", pp=2), o, 4)
-        self.assertNotEqual(identity.facts_of(config("abc", cache_dtype="fp8_e5m2"), o, 4),
-                            identity.facts_of(config("abc"), o, 4))
-        draft = SimpleNamespace(method="eagle", model="d", revision="1", draft_model_config=None)
-        self.assertNotEqual(identity.facts_of(config("abc", speculative=draft), o, 4),
-                            identity.facts_of(config("abc"), o, 4))
+    def config(self, **changes):
+        """A VllmConfig, as far as it counts, with some of its fields otherwise: "model.dtype" and so on."""
+        own = {"rope": 1, "_name_or_path": "x", **changes.pop("own", {})}
+        parts = {
+            "model": SimpleNamespace(
+                model="m", hf_config=SimpleNamespace(to_dict=lambda: own, _commit_hash=changes.pop("commit", "abc")),
+                dtype="torch.bfloat16", quantization=None, model_class_overrides={}, model_impl="auto",
+                disable_sliding_window=False, quantization_config=None, multimodal_config=None, code_revision=None,
+                model_weights="", seed=0, max_model_len=100),
+            "parallel": SimpleNamespace(
+                tensor_parallel_size=2, pipeline_parallel_size=1, decode_context_parallel_size=1,
+                prefill_context_parallel_size=1, data_parallel_size=1, data_parallel_rank=0),
+            "cache": SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], kv_sharing_fast_prefill=False),
+            "load": SimpleNamespace(load_format="auto"),
+            "attention": SimpleNamespace(
+                use_non_causal=False, use_prefill_query_quantization=False, disable_flashinfer_q_quantization=False,
+                indexer_kv_dtype="auto")}
+        whole = {"speculative_config": changes.pop("speculative", None), "lora_config": changes.pop("lora", None)}
+        for name, value in changes.items():
+            part, field = name.split(".")
+            self.assertTrue(hasattr(parts[part], field), name)
+            setattr(parts[part], field, value)
+        return SimpleNamespace(**{name + "_config": part for name, part in parts.items()}, **whole)
+
+    def pool_of(self, config, **more):
+        o = options.Options.parse({"path": "/", **more})
+        return identity.pool_name(identity.identity(identity.facts_of(config, o, 4), GROUP))
+
+    def test_each_setting_alone_is_another_pool(self):
+        def lora(**changes):
+            return SimpleNamespace(**{"lora_dtype": "bfloat16", "target_modules": None,
+                                      "enable_tower_connector_lora": False, **changes})
+
+        def media(**changes):
+            return SimpleNamespace(**{"mm_processor_kwargs": None, "video_pruning_rate": None, **changes})
+        draft = SimpleNamespace(method="eagle", model="d", revision="1", quantization=None, draft_model_config=None)
+        long = {"own": {"rope_parameters": {"rope_type": "longrope"}}}
+        changes = [
+            {"commit": "abd"}, {"own": {"rope": 2}}, {"own": {"more": 1}}, {"model.model": "n"},
+            {"model.dtype": "torch.float16"}, {"model.quantization": "fp8"},
+            {"model.model_class_overrides": {"a": "b"}}, {"model.model_impl": "transformers"}, {"model.disable_sliding_window": True},
+            {"model.quantization_config": {"a": 1}}, {"model.code_revision": "c"}, {"model.model_weights": "w"},
+            {"model.multimodal_config": media()}, {"model.multimodal_config": media(mm_processor_kwargs={"a": 1})},
+            {"model.multimodal_config": media(video_pruning_rate=0.5)}, {"load.load_format": "dummy"},
+            {"load.load_format": "dummy", "model.seed": 1}, {"cache.cache_dtype": "fp8_e5m2"},
+            {"cache.kv_cache_dtype_skip_layers": ["0"]}, {"cache.kv_sharing_fast_prefill": True},
+            {"parallel.tensor_parallel_size": 4}, {"attention.use_non_causal": True},
+            {"attention.use_prefill_query_quantization": True}, {"attention.disable_flashinfer_q_quantization": True},
+            {"attention.indexer_kv_dtype": "fp8"}, {"speculative": draft},
+            {"speculative": SimpleNamespace(**{**vars(draft), "revision": "2"})},
+            {"speculative": SimpleNamespace(**{**vars(draft), "quantization": "fp8"})},
+            {"lora": lora(target_modules=["q_proj"])}, {"lora": lora(enable_tower_connector_lora=True)},
+            {"lora": lora(lora_dtype="float32")}, long, {**long, "model.max_model_len": 200}]
+        seen = {self.pool_of(self.config())}
+        for change in changes:
+            name = self.pool_of(self.config(**change))
+            self.assertNotIn(name, seen, change)
+            seen.add(name)
+        for more in ({"revision": "mine"}, {"weights_epoch": 1}):
+            name = self.pool_of(self.config(), **more)
+            self.assertNotIn(name, seen, more)
+            seen.add(name)
+
+    def test_what_changes_nothing_shares(self):
+        """Data-parallel replicas above all."""
+        here = self.pool_of(self.config())
+        for change in ({"parallel.data_parallel_size": 4, "parallel.data_parallel_rank": 3},
+                       {"model.max_model_len": 200}, {"own": {"_name_or_path": "y", "transformers_version": "5"}}, {"model.seed": 7},
+                       {"load.load_format": "safetensors"},
+                       {"lora": SimpleNamespace(lora_dtype="auto", target_modules=None,
+                                                enable_tower_connector_lora=False)}):
+            self.assertEqual(self.pool_of(self.config(**change)), here, change)
+
+    def test_a_configuration_that_is_not_known_is_refused(self):
+        for change in ({"commit": None},  # a local directory, and nobody said which weights are in it
+                       {"parallel.pipeline_parallel_size": 2}, {"parallel.decode_context_parallel_size": 2},
+                       {"parallel.prefill_context_parallel_size": 2}, {"model.model": ""}, {"model.dtype": "auto"}):
+            with self.subTest(change), self.assertRaises(tuttifs.IdentityError):
+                self.pool_of(self.config(**change))
+        self.assertIn("m", self.pool_of(self.config(commit=None), revision="mine"))
 
     def test_adapters(self):
         with tempfile.TemporaryDirectory() as d:
@@ -275,6 +329,32 @@ class Schedule(Mounted):
         for facts, group in OTHERWISE:
             with scheduler.open_pool(self.session, spec(facts, group), self.options) as pool:
                 self.assertEqual(pool.peek(keys), 0, (facts, group))
+
+    def test_the_mount_holds_to_identities(self):
+        """Each field otherwise: another pool, in which nothing is found, and never one of this name. Each field left
+        out, unknown, or of another name is refused."""
+        keys, fields = tuttifs.keys(PROMPT, 4), dict(self.spec.identity)
+        self.put(keys)
+
+        def open_pool(name, **changed):
+            whole = {n: v for n, v in {**fields, **changed}.items() if v is not None}
+            objects = [tuttifs.Object(layer, rank, (size,)) for layer, rank, size in self.spec.objects]
+            return self.session.pool(name, whole, objects)
+        with open_pool(self.spec.name) as pool:
+            self.assertEqual(pool.peek(keys), 4)
+        for n, (name, value) in enumerate(fields.items()):
+            other = f"{value}1" if isinstance(value, str) else value // 2 if name == "block_tokens" else value * 2 or 1
+            with self.subTest(name):
+                with open_pool(f"{self.spec.name}-{n}", **{name: other}) as pool:
+                    self.assertEqual(pool.peek(keys), 0)
+                with self.assertRaises(tuttifs.ExistsError):
+                    open_pool(self.spec.name, **{name: other})
+                for nothing in [None] + ([0] if value and isinstance(value, int) else []) + (
+                        ["", "auto", "unknown"] if isinstance(value, str) else []):
+                    with self.assertRaises(tuttifs.IdentityError):
+                        open_pool(f"{self.spec.name}-unknown", **{name: nothing})
+        with self.assertRaises(tuttifs.IdentityError):
+            open_pool(f"{self.spec.name}-unknown", sampling="greedy")
 
     def test_a_request(self):
         s, r = self.scheduling, request("one", PROMPT)

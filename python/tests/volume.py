@@ -52,8 +52,8 @@ class Volume:
         return done.stdout
 
     def mount(self, options: str = "") -> None:
-        self.run("mount", "-o", f"sockets={os.path.join(self.dir, 'run')},{options}", "--log", os.path.join(self.dir, "log"),
-                 self.drives[0], self.path)
+        self.run("mount", "-o", f"sockets={os.path.join(self.dir, 'run')},{options}", "--log",
+                 os.path.join(self.dir, "log"), self.drives[0], self.path)
 
     def unmount(self) -> None:
         self.run("umount", self.path)

@@ -78,7 +78,11 @@ class Engine:
         assert self.ask(do="sleep")["awake"]
 
     def count(self, name: str) -> float:
-        return float(self.ask(do="metrics")[f"vllm:{name}"])
+        return self.counts()[f"vllm:{name}"]
+
+    def counts(self) -> Dict[str, float]:
+        counts: Dict[str, float] = self.ask(do="metrics")
+        return counts
 
     def kill(self) -> None:
         """kill -9 of all its processes."""

@@ -18,9 +18,10 @@ CONFIG: Dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2}
 
 
-# Its first layer attends to a window of 96 tokens, its second to all: two groups of layers in vLLM.
+# Its first layer attends to a window of 96 tokens, its second to all: two groups of layers in vLLM. With one head of KV
+# tensor-parallel ranks hold the same.
 HYBRID: Dict[str, Any] = {
-    **{k: v for k, v in CONFIG.items() if k != "rope_theta"}, "architectures": ["Gemma3ForCausalLM"],
+    **{k: v for k, v in CONFIG.items() if k != "rope_theta"}, "num_key_value_heads": 1, "architectures": ["Gemma3ForCausalLM"],
     "model_type": "gemma3_text", "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": HEAD,
     "sliding_window": 96, "layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True,
     "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -30,8 +31,10 @@ HYBRID: Dict[str, Any] = {
 def make(directory: str, seed: int = 1, hybrid: bool = False) -> str:
     """Writes the model to a directory and returns it."""
     os.makedirs(directory, exist_ok=True)
+    config = HYBRID if hybrid else CONFIG
     with open(os.path.join(directory, "config.json"), "w") as f:
-        json.dump(HYBRID if hybrid else CONFIG, f)
+        json.dump(config, f)
+    kv = config["num_key_value_heads"] * HEAD
     g = torch.Generator().manual_seed(seed)
 
     def w(*shape: int) -> torch.Tensor:
@@ -47,8 +50,8 @@ def make(directory: str, seed: int = 1, hybrid: bool = False) -> str:
         p = f"model.layers.{i}."
         tensors.update({
             p + "self_attn.q_proj.weight": w(HEADS * HEAD, HIDDEN),
-            p + "self_attn.k_proj.weight": w(KV_HEADS * HEAD, HIDDEN),
-            p + "self_attn.v_proj.weight": w(KV_HEADS * HEAD, HIDDEN),
+            p + "self_attn.k_proj.weight": w(kv, HIDDEN),
+            p + "self_attn.v_proj.weight": w(kv, HIDDEN),
             p + "self_attn.o_proj.weight": w(HIDDEN, HEADS * HEAD),
             p + "mlp.gate_proj.weight": w(INNER, HIDDEN), p + "mlp.up_proj.weight": w(INNER, HIDDEN),
             p + "mlp.down_proj.weight": w(HIDDEN, INNER), p + "input_layernorm.weight": norm(HIDDEN),

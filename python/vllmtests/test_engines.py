@@ -1,6 +1,7 @@
 """TuttifsConnector in real engines: what is restored gives the same tokens as what is computed."""
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -21,8 +22,10 @@ from engine import FILE, Engine, connector
 from volume import IDENTITY, SESSION, Volume, need_mount
 
 import tuttifs
+from tuttifs.vllm.metrics import COUNTS
 
 TOKENS, MANY = 12, 120
+FILE_BYTES = FILE * model.LAYERS * 2 * model.KV_HEADS * model.HEAD * 4  # K and V, float32
 
 
 def prompt(seed: int, length: int) -> List[int]:
@@ -87,6 +90,12 @@ class Restored(unittest.TestCase):
         return [name for pool in os.listdir(self.volume.path) if pool.startswith("vllm-")
                 for _, _, names in os.walk(os.path.join(self.volume.path, pool, "blocks")) for name in names]
 
+    def read(self) -> int:
+        """Bytes that engines have read from the drives since the mount."""
+        with open(os.path.join(self.volume.path, ".tuttifs/stats")) as f:
+            n: int = json.load(f)["io"]["bytes_read"]
+        return n
+
     def files(self) -> int:
         return len(self.names())
 
@@ -130,6 +139,19 @@ class Restored(unittest.TestCase):
         self.assertEqual(self.same(e, "long"), {"long": whole(PROMPTS["long"])})
         e.reset()
         self.assertEqual(self.same(e, "branch", "long"), {n: whole(PROMPTS[n]) for n in ("branch", "long")})
+        self.counted(e)
+
+    def counted(self, e: Engine) -> None:
+        """What vLLM shows of the connector is what has happened."""
+        counts = {n[len("vllm:tuttifs_"):]: v for n, v in e.counts().items() if n.startswith("vllm:tuttifs_")}
+        self.assertEqual(set(counts), set(COUNTS))
+        self.assertEqual(counts["stored_files"], self.files())
+        self.assertEqual(counts["stored_bytes"], self.files() * FILE_BYTES)
+        self.assertEqual(counts["loaded_bytes"], counts["loaded_files"] * FILE_BYTES)
+        self.assertGreater(counts["loaded_files"], 0)
+        self.assertGreater(counts["load_seconds"], 0)
+        for name in ("failed_files", "unstored_files", "declined_files", "tainted_files", "lookup_errors"):
+            self.assertEqual(counts[name], 0, name)
 
     def keeps_tenants_apart(self, e: Engine) -> None:
         for more in ({"params": {"tuttifs_tenant": 5}}, {"params": {"tuttifs_tenant": 6}}, {"salt": "a"},
@@ -252,6 +274,9 @@ class Restored(unittest.TestCase):
                 self.same(a, "short")
                 return wanted <= self.told(events)["BlockRemoved"]
             eventually(gone, "events of what was removed")
+            a.reset()
+            self.assertEqual(self.same(a, "other"), {"other": 0})
+            eventually(lambda: self.has("other"), "what was removed is stored again")
             a.end()
             b.end()
 
@@ -284,7 +309,7 @@ class Restored(unittest.TestCase):
                 os.unlink(os.path.join(directory, n))
 
     def test_3_layerwise(self) -> None:
-        with self.engine("layerwise", **connector(self.volume.path, layerwise=True)) as e:
+        with self.engine("layerwise", **connector(self.volume.path, layerwise=True, scheduler=False)) as e:
             e.ready()
             self.assertEqual(self.same(e, "odd", "other"), {n: whole(PROMPTS[n]) for n in ("odd", "other")})
             self.assertEqual(e.count("tuttifs_failed_files"), 0)
@@ -313,9 +338,11 @@ class Restored(unittest.TestCase):
             e.end()
 
     def test_5_hybrid(self) -> None:
-        """Layers with a window, and layers without: a prefix hits where both groups have what the next token needs."""
+        """Layers with a window, and layers without: a prefix hits where both groups have what the next token needs. Two
+        ranks hold the same KV: one of them stores, and one reads."""
         hybrid = model.make(os.path.join(self.dir, "hybrid"), hybrid=True)
-        with Engine(hybrid, os.path.join(self.dir, "hybrid.log"), **connector(self.volume.path)) as e:
+        with Engine(hybrid, os.path.join(self.dir, "hybrid.log"), tensor_parallel_size=2,
+                    **connector(self.volume.path)) as e:
             e.ready()
             before, prompts = self.files(), [PROMPTS[n] for n in ("odd", "long", "short")]
             computing = e.generate(prompts, TOKENS)
@@ -323,12 +350,16 @@ class Restored(unittest.TestCase):
             # Each group has its own files.
             self.stored(before + 2 * sum(computed(PROMPTS[n]) for n in ("odd", "long", "short")))
             e.reset()
+            read = self.read()
             restored = e.generate(prompts, TOKENS)
+            read = self.read() - read
             self.assertEqual([o["cached"] for o in restored], [whole(p) for p in prompts])
             self.assertEqual([o["tokens"] for o in restored], [o["tokens"] for o in computing])
             # Of 320 tokens the window's group loads its last two files.
-            self.assertEqual(e.count("tuttifs_loaded_files"),
-                             (whole(PROMPTS["odd"]) + whole(PROMPTS["long"])) // FILE + 2 + 2)
+            files = (whole(PROMPTS["odd"]) + whole(PROMPTS["long"])) // FILE + 2 + 2
+            self.assertEqual(e.count("tuttifs_loaded_files"), 2 * files)  # by each rank
+            size = FILE_BYTES // model.LAYERS // model.KV_HEADS  # a layer in a group, a head
+            self.assertIn(read, range(files * size, files * (size + 8192)))  # with trailers
             e.end()
 
 

@@ -221,6 +221,25 @@ class Replicas(Mounted):
         self.all_have(b, bt[:40], wrote)
 
 
+    def test_what_a_rank_may_not_have_taints_the_step(self) -> None:
+        """The rank that stores has its load, and cannot know whether all have theirs, whose output is in all it
+        computes."""
+        self.stored(4, 2050)
+        b, bt, tokens = Engine(self, 3, 3, layerwise=True, scheduler=False), table(8, 4), prompt(2050, 4)
+        b.load(request("warm", tokens), [bt])
+        b.lose(2)
+        r, o = request("b", tokens), request("o", prompt(2051, 2))
+        b.scheduling.matched(o, 0)
+        b.scheduling.allocated(r, [bt], b.scheduling.matched(r, 0))
+        b.turn({"o": 2 * FILE, "b": 1}, [table(9, 4)])
+        b.settle()
+        self.assertEqual(b.scheduling.matched(request("again", o.all_token_ids), 0), 0)
+        self.assertEqual(b.events, [])
+        p = request("p", prompt(2052, 2))  # beside no load
+        b.store(p, [table(10, 2)])
+        self.assertEqual(b.scheduling.matched(request("more", p.all_token_ids), 0), 2 * FILE)
+
+
 class AllRanks(Mounted):
     def test_a_rank_dies_before_it_commits(self) -> None:
         """What one rank has not committed is there for nobody, and can be stored again."""

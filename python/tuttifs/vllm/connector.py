@@ -8,6 +8,7 @@ import dataclasses
 import logging
 from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
+import vllm
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (KVConnectorBase_V1, KVConnectorHandshakeMetadata,
                                                                KVConnectorMetadata, KVConnectorRole,
@@ -28,6 +29,7 @@ from .worker import Caches, Rank, Worker, blocks_first, check_staging
 
 log = logging.getLogger("tuttifs.vllm")
 
+VERSION = "vLLM " + ".".join(vllm.__version__.split(".")[:2])
 WHERE = {"medium": MEDIUM_STORAGE, "ownership": "tuttifs"}  # of KV events
 
 
@@ -172,14 +174,15 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
                                  for g in self._groups])
 
     def _layout(self, group: Group, caches: Dict[str, Any], blocks: int, layers: Dict[str, Any]) -> str:
-        """The order of bytes in a block, as the attention backend has it: its name, and a block's axes."""
+        """The order of bytes in a block, as the attention backend has it: its name, and a block's axes. What they mean
+        is vLLM's, so its version is in it."""
         each = []
         for name in group.layers:
             layer = layers[name]
             backend = layer.get_attn_backend().get_name()
             isa = getattr(layer, "isa", None) or getattr(getattr(layer, "impl", None), "isa", None)
             shape = "x".join(str(n) for n in blocks_first(caches[name], blocks).shape[1:])
-            each.append(f"{backend}{'/' + str(isa) if isa else ''} {shape}")
+            each.append(f"{VERSION} {backend}{'/' + str(isa) if isa else ''} {shape}")
         return _alike(each)
 
     def get_handshake_metadata(self) -> Optional[KVConnectorHandshakeMetadata]:

@@ -129,8 +129,16 @@ def facts_of(config: Any, options: Options, file_tokens: int) -> Facts:
         raise IdentityError("pipeline and context parallelism are not supported: every rank must have all layers of "
                             "its heads, and all tokens")
     own = {k: v for k, v in model.hf_config.to_dict().items() if k not in _NEUTRAL}
+    attention, load = config.attention_config, config.load_config
     computed = {
-        "model": own, "model_class_overrides": model.model_class_overrides, "model_impl": str(model.model_impl),
+        "model": own, "code_revision": model.code_revision, "weights": str(model.model_weights),
+        # Weights that are made up, and positions that are scaled by the longest prompt.
+        "dummy": model.seed if str(load.load_format) == "dummy" else None,
+        "max_model_len": model.max_model_len if _scales_by_length(own) else None,
+        "attention": [attention.use_non_causal, attention.use_prefill_query_quantization,
+                      attention.disable_flashinfer_q_quantization, str(attention.indexer_kv_dtype)],
+        "lora": _lora(config.lora_config, model.dtype),
+        "model_class_overrides": model.model_class_overrides, "model_impl": str(model.model_impl),
         "disable_sliding_window": model.disable_sliding_window, "quantization_config": model.quantization_config,
         "cache_dtype": str(config.cache_config.cache_dtype), "multimodal": _multimodal(model.multimodal_config),
         "kv_cache_dtype_skip_layers": config.cache_config.kv_cache_dtype_skip_layers,
@@ -147,9 +155,26 @@ def _dtype(dtype: Any) -> str:
     return str(dtype).replace("torch.", "")
 
 
+def _scales_by_length(own: Mapping[str, Any]) -> bool:
+    """Whether a model's rotary embedding is that of LongRoPE: it has two sets of factors."""
+    text = json.dumps(own, default=str)
+    return '"longrope"' in text or '"su"' in text
+
+
+def _lora(lora: Any, model_dtype: Any) -> Any:
+    """What is done with adapters behind the digests of their files; None for what is done by default."""
+    if lora is None:
+        return None
+    dtype = _dtype(lora.lora_dtype)
+    ways = [sorted(lora.target_modules or ()), bool(lora.enable_tower_connector_lora),
+            None if dtype in ("auto", _dtype(model_dtype)) else dtype]
+    return ways if any(ways) else None
+
+
 def _multimodal(m: Any) -> Any:
     """What is done to media behind vLLM's digests of them."""
-    names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "media_io_kwargs")
+    names = ("mm_processor_kwargs", "video_pruning_rate", "video_pruning_method", "media_io_kwargs",
+             "mm_encoder_attn_dtype", "mm_device_do_normalize")
     return None if m is None else [str(getattr(m, n, None)) for n in names]
 
 
@@ -159,4 +184,5 @@ def _speculative(spec: Any) -> Any:
         return None
     draft = getattr(spec, "draft_model_config", None)
     return [str(spec.method), str(spec.model), str(getattr(spec, "revision", None)),
+            str(getattr(spec, "quantization", None)),
             draft.hf_config.to_dict() if draft is not None else None]

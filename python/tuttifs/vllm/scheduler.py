@@ -375,8 +375,8 @@ class Scheduling:
         if self.options.fixed_weights:
             return
         if not self._stopped:
-            log.warning("tuttifs: the cache was reset, as by sleep, and is not used any more: if the weights are others, "
-                        "start the engine again with another weights_epoch; if they always stay, set fixed_weights")
+            log.warning("tuttifs: the cache was reset, as by sleep, and is not used any more: if the weights are "
+                        "others, start the engine again with another weights_epoch; if they always stay, set fixed_weights")
         self._stopped = True
 
     def _trouble(self, end: End, e: Error) -> None:

@@ -106,7 +106,7 @@ class Leader:
                 self._listener.settimeout(max(0.01, limit - time.monotonic()))
                 s, _ = self._listener.accept()
                 s.settimeout(COPY_SECONDS)
-                with contextlib.suppress(PermissionError):
+                with contextlib.suppress(OSError):
                     follower = Channel(s)
                     follower.send_memory(self._fd)
                     self._followers.append(follower)
@@ -150,7 +150,13 @@ class Leader:
             except OSError as e:
                 self._lose(i, e)
 
+    def complete(self) -> bool:
+        """Whether all followers have what was said to be there, as far as this rank knows."""
+        self.copied()
+        return not self._missing
+
     def _lose(self, i: int, e: OSError) -> None:
+        self._missing += 1
         log.warning("tuttifs: a rank with this one's KV is lost, and reads it for itself: %s", e)
         self._followers.pop(i).close()
         self._behind.pop(i)

@@ -169,8 +169,9 @@ class End(Mounted):
         self.leader: Optional[Leader] = None
         self.follower: Optional[Follower] = None
         self._slot = slot
-        more: Dict[str, Any] = {"lanes": options.lanes, "depth": options.depth, "store_bytes": options.store_bytes,
-                "slack_table": options.slack_table, "no_scheduler": not options.scheduler}
+        more: Dict[str, Any] = {
+            "lanes": options.lanes, "depth": options.depth, "store_bytes": options.store_bytes,
+            "slack_table": options.slack_table, "no_scheduler": not options.scheduler}
 
         def join(mount: Mount) -> Session:
             if cpu:
@@ -277,6 +278,7 @@ class Outcome(NamedTuple):
     load: Load
     bad_blocks: Set[int]
     first_failed: int  # file, -1 for none
+    alone: bool = False  # of ranks with the same KV some may not have it: what they all compute then may be wrong
 
 
 class Gathered(NamedTuple):
@@ -313,7 +315,7 @@ class Worker:
         self._loading = 0  # loads under way
         self._telling: Optional[End] = None  # whose scheduler is told of the layers of this step
         self._layers = max(len(g.layers) for g in caches.groups)
-        self._asleep = False  # the engine's blocks have no memory
+        self._asleep = self._closed = False  # the engine's blocks have no memory, or will not be used again
         self._check_memory()
 
     def _check_memory(self) -> None:
@@ -333,7 +335,9 @@ class Worker:
         """The end of the scheduler's session, joined if it is a new one."""
         with self._lock:
             attached = self._attached = step.attached or self._attached
-            if step.token is None or step.token == self._lost or attached is None or self._asleep:
+            if step.token is None or step.token == self._lost or attached is None:
+                return None
+            if self._asleep or self._closed:
                 return None
             if self._end is not None and self._end.token == step.token:
                 return self._end
@@ -432,7 +436,8 @@ class Worker:
         """Takes what the step's stores need out of the blocks. A step of which a load failed stores nothing."""
         self._done(self._layers - 1)
         for _, done in self._waiting:
-            if done.result().first_failed >= 0:
+            outcome = done.result()
+            if outcome.first_failed >= 0 or outcome.alone:
                 self._tainted = step.number
         self._waiting.clear()
         end = self._attach(step) if step.stores else None
@@ -470,7 +475,7 @@ class Worker:
     def close(self) -> None:
         """Waits for what is on its way, within bounds, and leaves the session."""
         with self._lock:
-            self._asleep = True  # for good
+            self._closed = True
         limit = threading.Timer(self.options.shutdown_seconds, self._leave)
         limit.daemon = True
         limit.start()
@@ -492,6 +497,8 @@ class Worker:
         leaves the session and gives its own memory back; until `resume` loads fail, and nothing is stored."""
         with self._lock:
             self._asleep = True
+            if self._closed:
+                return
         limit = threading.Timer(self.options.shutdown_seconds, self._leave)
         limit.daemon = True
         limit.start()
@@ -523,7 +530,8 @@ class Worker:
             self.counts.add("loaded_files", len(part.keys) - len(failed))
             self.counts.add("loaded_bytes", (len(part.keys) - len(failed)) * self._file_bytes(part))
         self.counts.add("load_seconds", time.monotonic() - begun)
-        outcome = Outcome(load, bad, first_failed)
+        alone = end is not None and end.leader is not None and not end.leader.complete()
+        outcome = Outcome(load, bad, first_failed, alone)
         with self._lock:
             self._loading -= 1
         self._outcomes.append(outcome)
@@ -647,10 +655,12 @@ class Worker:
                     return failed
                 whole -= {first + i for i in bad}
             return failed - whole
-        except OSError as e:
-            log.warning("tuttifs: this rank reads for itself from now on: %s", e)
-            follower.close()
+        except Exception as e:
+            follower.close()  # which tells the leader that this rank does not have it
             end.follower = None
+            if not isinstance(e, OSError):
+                raise
+            log.warning("tuttifs: this rank reads for itself from now on: %s", e)
             return failed
 
     def _wanted(self, part: LoadPart, shape: Shape, slots: Sequence[int], first: int, last: int,
