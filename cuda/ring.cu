@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 
 // What a block can have; every kernel takes any multiple of 32 threads up to this, those that move up to MOVETHREADS.
 #define THREADS 1024
-#define MOVETHREADS 512
+#define MOVETHREADS 256
 #define WARPS (THREADS / 32)
 #define ALL 0xffffffffu
 
@@ -653,7 +653,7 @@ struct Work {
 struct MoveShared {
 	Work work[TILE];
 	u32 before[TILE + 1]; // units of the objects before
-	u64 keys[128];
+	__align__(16) u64 keys[128];
 	u64 lanes[FOLDS * FOLD];
 };
 
@@ -844,14 +844,9 @@ static __device__ __forceinline__ void read(const MoveShared &s, Walk &k, Step<S
 	}
 }
 
-// Keys are a thread's key words.
-template <class S> struct Keys {
-	u64 k[2 * S::VECTORS];
-};
-
-// write ends a step: stores and sums what was read. lanes are the warp's.
+// write ends a step: stores and sums what was read. keys are the thread's first, and lanes the warp's.
 template <bool GATHER, bool SUMS, class S>
-static __device__ __forceinline__ void write(MoveShared &s, const Step<S> &t, const Keys<S> &keys, u64 *lanes) {
+static __device__ __forceinline__ void write(MoveShared &s, const Step<S> &t, const ulonglong2 *keys, u64 *lanes) {
 	Work &w = s.work[t.object];
 	Shares sum = {0, 0};
 	if (t.whole) {
@@ -861,7 +856,10 @@ static __device__ __forceinline__ void write(MoveShared &s, const Step<S> &t, co
 		}
 		if (SUMS) {
 #pragma unroll
-			for (u32 i = 0; i < S::VECTORS; i++) add(sum.even, sum.odd, t.v[i], keys.k[2 * i], keys.k[2 * i + 1]);
+			for (u32 i = 0; i < S::VECTORS; i++) {
+				const ulonglong2 k = keys[i * S::PER];
+				add(sum.even, sum.odd, t.v[i], k.x, k.y);
+			}
 		}
 	} else {
 		sum = moveSlowly<GATHER, SUMS, S>(w, s.keys, t.o);
@@ -878,11 +876,7 @@ static __device__ __forceinline__ void write(MoveShared &s, const Step<S> &t, co
 // moveUnits moves the warp's units of a tile.
 template <bool GATHER, bool SUMS, class S> static __device__ __forceinline__ void moveUnits(MoveShared &s) {
 	u64 *lanes = s.lanes + warpOf() * S::UNITBLOCKS * FOLD;
-	Keys<S> keys;
-	if (SUMS) {
-#pragma unroll
-		for (u32 i = 0; i < 2 * S::VECTORS; i++) keys.k[i] = s.keys[laneOf() % S::PER * 2 + i / 2 * 2 * S::PER + i % 2];
-	}
+	const ulonglong2 *keys = reinterpret_cast<const ulonglong2 *>(s.keys) + laneOf() % S::PER; // in registers they would crowd out the data
 	Walk k = {};
 	k.unit = warpOf();
 	bool more = enter<S>(s, k);
@@ -1038,7 +1032,8 @@ struct ChunkShared {
 	u32 before[CHUNKS + 1]; // IOCTXs of the chunks before
 };
 
-// moveChunks does the block's share of all chunks: every gridDim-th IOCTX.
+// moveChunks does the block's share of all chunks: IOCTXs in a row, so that a warp reads what the host has of them in few
+// pieces. One by one those reads would take longer than the bytes.
 template <bool GATHER, bool SUMS, class S> static __device__ void moveChunks(const MoveParams &p, ChunkShared &s) {
 	if (SUMS) setKeys(s.move);
 	for (u32 c0 = 0; c0 < p.chunkCount; c0 += CHUNKS) {
@@ -1055,12 +1050,12 @@ template <bool GATHER, bool SUMS, class S> static __device__ void moveChunks(con
 			s.before[n] = sum;
 		}
 		__syncthreads();
-		const u32 all = s.before[n];
-		for (u64 first = blockIdx.x; first < all; first += u64(TILE) * gridDim.x) {
-			u64 left = (all - first + gridDim.x - 1) / gridDim.x;
-			u32 works = left < TILE ? u32(left) : TILE;
+		const u32 all = s.before[n], share = (all + gridDim.x - 1) / gridDim.x;
+		const u32 begin = min(all, blockIdx.x * share), end = min(all, begin + share);
+		for (u32 first = begin; first < end; first += TILE) {
+			u32 works = min(end - first, u32(TILE));
 			for (u32 j = threadIdx.x; j < works; j += blockDim.x) {
-				u32 o = u32(first + u64(j) * gridDim.x), c = 0;
+				u32 o = first + j, c = 0;
 				while (o >= s.before[c + 1]) c++;
 				const Chunk &chunk = s.chunks[c];
 				u32 k = o - s.before[c], i = chunk.first + k;
@@ -1074,13 +1069,13 @@ template <bool GATHER, bool SUMS, class S> static __device__ void moveChunks(con
 	finish(p.done, p.blocks);
 }
 
-extern "C" __global__ void __launch_bounds__(MOVETHREADS, 1) tuttifs_harvest(const __grid_constant__ MoveParams p) {
+extern "C" __global__ void __launch_bounds__(MOVETHREADS, 2) tuttifs_harvest(const __grid_constant__ MoveParams p) {
 	__shared__ ChunkShared s;
 	if (p.sums.seeds) moveChunks<false, true, Staged>(p, s);
 	else moveChunks<false, false, Staged>(p, s);
 }
 
-extern "C" __global__ void __launch_bounds__(MOVETHREADS, 1) tuttifs_gather(const __grid_constant__ MoveParams p) {
+extern "C" __global__ void __launch_bounds__(MOVETHREADS, 2) tuttifs_gather(const __grid_constant__ MoveParams p) {
 	__shared__ ChunkShared s;
 	if (p.sums.seeds) moveChunks<true, true, Staged>(p, s);
 	else moveChunks<true, false, Staged>(p, s);

@@ -48,7 +48,7 @@ const (
 	StagingDefault       = 256 << 20
 	MoveDefault          = 8 << 20
 	HarvestDefault       = 64 << 20
-	HarvestBlocksDefault = 8
+	HarvestBlocksDefault = 16
 	MovesDefault         = 3
 	MovesMax             = 16
 )

@@ -16,7 +16,8 @@ type GPUTicket interface {
 	Ticket
 	// WaitOn makes everything that is enqueued on s from now on wait for the batch: for a read until its bytes are in
 	// place, for a write until its source may be changed. It blocks until the kernels that do it are enqueued, since
-	// a stream cannot wait for what is not there yet. Outcomes are told by Wait.
+	// a stream cannot wait for what is not there yet: for a read mostly until the copy engine has come to its last
+	// piece. Outcomes are told by Wait.
 	WaitOn(s *cuda.Stream) error
 }
 
@@ -46,6 +47,7 @@ type gpuTicket struct {
 	began    bool         // I/O thread: it has come, or there is none
 	stream   *cuda.Stream // of all its harvests or gathers
 	event    *cuda.Event  // of the last one; nil where nobody waits on it
+	copied   *cuda.Event  // of a read: that all of it is in the staging; likewise
 	memories []*Memory
 
 	enqueued chan struct{} // closed when WaitOn has what it waits for
@@ -72,6 +74,8 @@ type gpuTicket struct {
 	over     error       // why the batch was given up
 	kernels  int         // under way for it
 	moving   bool        // one of them is a harvest or gather
+	coming   int         // chunks that are not listed, and whose last pieces are enqueued
+	behind   bool        // what is listed and not launched is to wait for copied
 	progress int64       // when the last one ended, or a chunk arrived
 	late     bool        // a chunk missed its deadline
 	failed   []Result
@@ -91,6 +95,8 @@ type gpuChunk struct {
 	direct   bool
 	ready    bool // its commands stand in a lane's queues
 	gathered gatherState
+	comes    bool // its last piece is enqueued
+	listed   bool // before that was seen to have ended
 	failed   bool // at least in part
 	late     bool // failed while it was gathered: over when that is
 
@@ -329,6 +335,11 @@ func (t *gpuTicket) prepare(ctxs []IOCTX, o *batchOptions) (err error) {
 	if !o.quiet {
 		if t.event, err = g.events.get(g); err != nil {
 			return err
+		}
+		if !t.write && !g.gpu.Polling {
+			if t.copied, err = g.events.get(g); err != nil {
+				return err
+			}
 		}
 	}
 	p := planner{t: t, ctxs: ctxs}
@@ -741,9 +752,11 @@ func (t *gpuTicket) release() {
 	letGo(t.memories)
 	t.memories = nil
 	t.released = true
-	if t.event != nil {
-		t.g.events.put(t.event)
-		t.event = nil
+	for _, e := range [...]**cuda.Event{&t.event, &t.copied} {
+		if *e != nil {
+			t.g.events.put(*e)
+			*e = nil
+		}
 	}
 	if t.tables != nil {
 		t.g.maps.put(t.tables)

@@ -66,7 +66,7 @@ func (th *ioThread) collect(now int64) (moved bool) {
 		moved = true
 		kind, t := l.kind, l.t
 		if kind == launchHarvest || kind == launchGather {
-			th.g.stats.moving.Add(uint64(now - max(l.since, th.movedAt)))
+			th.g.stats.moving.Add(uint64(max(0, now-max(l.since, th.movedAt))))
 			th.movedAt = now
 			t.moving = false
 		}
@@ -78,6 +78,7 @@ func (th *ioThread) collect(now int64) (moved bool) {
 		case launchBuild:
 			th.built(t, l.from, l.to)
 		case launchHarvest:
+			th.g.in.hasten(now) // what it followed has ended, sooner than expected
 			th.harvested(t, l.from, l.to)
 		case launchGather:
 			th.gathered(t, l.from, l.to)

@@ -267,3 +267,47 @@ func TestGPUDriverHangsAtClose(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 }
+
+// TestGPUWaitsBehindCopies: a stream can be told to wait for a read while the copy engine is at its last piece. The stream
+// waits for the bytes all the same, and a copy that fails then ends the read as any other does.
+func TestGPUWaitsBehindCopies(t *testing.T) {
+	for _, last := range []cuda.Result{cuda.Success, cuda.ErrLaunchFailed} {
+		b := smallBench(t, nil)
+		buf, ctxs := b.target(8, 0)
+		b.turnOver(buf, ctxs, 3)
+		want := bytes.Clone(buf)
+		clear(buf)
+		stream := b.stream()
+		hold := make(chan struct{})
+		b.fake.Before(func(_ uintptr, op string) cuda.Result {
+			if op != "MemcpyHtoDAsync" {
+				return cuda.Success
+			}
+			<-hold
+			return last
+		})
+		ticket, err := b.g.Issue(false, b.m, ctxs)
+		require.NoError(t, err)
+		require.NoError(t, ticket.(GPUTicket).WaitOn(stream))
+		require.False(t, ticket.(*gpuTicket).Done())
+		require.NotEqual(t, want, buf)
+		close(hold)
+		results, err := b.g.Wait(ticket)
+		if last != cuda.Success {
+			require.ErrorIs(t, err, ErrDead)
+			require.Len(t, results, len(ctxs))
+			require.Equal(t, make([]byte, len(buf)), buf)
+			continue
+		}
+		require.NoError(t, err)
+		require.Empty(t, results)
+		require.Equal(t, want, buf)
+		b.onControl(stream.Close)
+		require.NoError(t, b.g.onThread(func() error {
+			if len(b.g.staging.free) != b.g.staging.slots || b.g.in.count != 0 {
+				return errors.New("slots are lost")
+			}
+			return nil
+		}))
+	}
+}

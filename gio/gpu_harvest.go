@@ -22,7 +22,38 @@ func (g *GPU) arrivedChunk(c *gpuChunk) {
 		th.settle(t, 1)
 		return
 	}
+	if c.listed {
+		return
+	}
+	if c.comes {
+		t.coming--
+	}
 	th.list(c)
+}
+
+// comes takes note that the last piece of a read's chunk is enqueued. With that of the batch's last chunk, its last harvest
+// can be: behind the copies, in place of when somebody has seen that they ended. So streams can be told to wait for the
+// batch while the copy engine is still at it, and whoever enqueues compute behind that is not late.
+func (th *ioThread) comes(c *gpuChunk) error {
+	t := c.t
+	c.comes = true
+	t.coming++
+	if t.copied == nil || t.listed+t.plain+t.coming < len(t.chunks) {
+		return nil
+	}
+	if err := t.copied.Record(th.g.device.copyIn); err != nil {
+		return err
+	}
+	t.behind = true
+	m := &th.g.in
+	for i := range m.count {
+		if p := &m.pieces[(m.head+i)%len(m.pieces)]; p.last && p.chunk.t == t {
+			p.chunk.listed = true
+			th.list(p.chunk)
+		}
+	}
+	t.coming = 0
+	return nil
 }
 
 // failChunk gives every IOCTX of a chunk that has no outcome yet the same one, and has the targets of a read zeroed.
@@ -145,6 +176,12 @@ func (th *ioThread) launchMove(t *gpuTicket, now int64) error {
 	}
 	t.launched, t.bytes = t.listed, 0
 	count.Add(1)
+	if t.behind {
+		t.behind, x.since = false, max(now, g.in.end)
+		if err := t.stream.WaitEvent(t.copied); err != nil {
+			return err
+		}
+	}
 	return t.stream.Launch(f, x.target, cuda.MoveThreads, 0, unsafe.Pointer(p))
 }
 

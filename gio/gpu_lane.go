@@ -441,7 +441,9 @@ func (l *gpuLane) drop() (moved bool) {
 			g.disarm()
 		}
 		l.active = nil
-		g.failChunk(c, err)
+		if !c.listed {
+			g.failChunk(c, err)
+		}
 	}
 	for _, c := range l.ahead {
 		g.failChunk(c, err)

@@ -205,6 +205,14 @@ func (m *mover) cancel(c *gpuChunk) {
 	}
 }
 
+// hasten has poll look for pieces now.
+func (m *mover) hasten(now int64) {
+	for i := range m.count {
+		p := &m.pieces[(m.head+i)%len(m.pieces)]
+		p.end = min(p.end, now)
+	}
+}
+
 // poll takes note of pieces that are done.
 func (m *mover) poll(now int64) (moved bool, err error) {
 	for m.count > 0 {
@@ -279,6 +287,11 @@ func (m *mover) submit(now int64) (moved bool, err error) {
 		m.g.stats.moves.Add(1)
 		if p.last {
 			m.pop()
+			if m.in {
+				if err := m.g.thread.comes(c); err != nil {
+					return moved, err
+				}
+			}
 		}
 	}
 	return moved, nil

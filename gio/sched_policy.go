@@ -102,7 +102,7 @@ func unknownIO() slack.IO {
 	return slack.IO{
 		BytesPerToken: 1, ObjectBytes: 64 << 10, Read: way, Write: way,
 		Harvest: slack.Harvest{SMs: HarvestBlocksDefault, SMShareMax: 1, LaunchBytes: HarvestDefault,
-			Grids: []slack.Grid{{Blocks: HarvestBlocksDefault, BytesPerSecond: 250e9}}},
+			Grids: []slack.Grid{{Blocks: HarvestBlocksDefault, BytesPerSecond: 429e9}}},
 	}
 }
 

@@ -33,7 +33,10 @@ type Harvest struct {
 	Grids       []Grid  `json:"grids"`        // by rising number of blocks
 }
 
-// Grid is the harvest's speed on so many blocks, of one SM each.
+// BlocksPerSM is how many blocks of the harvest share an SM: each has half of its registers.
+const BlocksPerSM = 2
+
+// Grid is the harvest's speed on so many blocks.
 type Grid struct {
 	Blocks         int     `json:"blocks"`
 	BytesPerSecond float64 `json:"bytes_per_second"`
@@ -117,9 +120,9 @@ func (io *IO) Objects(tokens int) int {
 // fits says whether the objects end within the window, and their harvest within its SM time.
 func (io *IO) fits(way Way, objects int, g *Grid, window time.Duration) bool {
 	h := &io.Harvest
-	busy := 1e9 * float64(objects) * float64(io.ObjectBytes) / g.BytesPerSecond // ns of g.Blocks SMs
+	busy := 1e9 * float64(objects) * float64(io.ObjectBytes) / g.BytesPerSecond // ns of g.Blocks
 	return io.time(way, objects, g) <= window &&
-		busy*float64(g.Blocks) <= h.SMShareMax*float64(h.SMs)*float64(window)
+		busy*float64(g.Blocks) <= h.SMShareMax*float64(BlocksPerSM*h.SMs)*float64(window)
 }
 
 // share is the most objects that fit, with the smallest grid that lets so many fit.

@@ -124,8 +124,8 @@ func TestBudgetByHand(t *testing.T) {
 	require.Equal(t, 16, io.Objects(1024))
 	require.Equal(t, 17, io.Objects(1025))
 	require.Zero(t, io.Objects(0))
-	// At the link's rate only 8 blocks stay within 1.25 % of the SMs.
-	io.Read.DrivesBytesPerSecond = 0
+	// At the link's rate 8 blocks, half an SM each, take 0.57 % of the SMs, and 16 take 0.68.
+	io.Read.DrivesBytesPerSecond, io.Harvest.SMShareMax = 0, 0.006
 	require.Equal(t, 8, io.Budget(100*time.Millisecond).Read.Blocks)
 	// Absurd facts saturate.
 	io.Read.RingBytesPerSecond = 1e5

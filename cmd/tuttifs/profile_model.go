@@ -45,9 +45,9 @@ type profileModelOptions struct {
 const (
 	defaultLinkGB    = 50
 	defaultLatencyUS = 250
-	defaultHarvest   = "8:265,16:447,32:573"
+	defaultHarvest   = "8:235,16:429,32:704"
 	defaultSMs       = 132
-	defaultSMPercent = 1.25 // 8 blocks at 50 GB/s take 1.1
+	defaultSMPercent = 1.25 // 16 blocks at 50 GB/s take 0.7
 	launchBytes      = 64 << 20
 )
 

@@ -152,7 +152,7 @@ func (g *gpu) benchMoves(size uint32) *benchMoves {
 				Seeds: put(w, seeds), Sums: put(w, make([]uint64, n)), Ordinals: put(w, []uint16{0}), PerSlot: 1, RankObjs: 1,
 			},
 			IOCTXs: put(w, ctxs), Chunks: put(w, chunks), Outcomes: put(w, make([]uint8, n)), Done: put(w, []uint32{0}),
-			Blocks:     put(w, []uint32{0}),
+			Blocks:     upload(g, []uint32{0}),
 			ChunkCount: uint32(len(chunks)),
 		}
 	}
@@ -182,7 +182,7 @@ func BenchmarkGPUMoves(b *testing.B) {
 			f, err := g.module.Function("tuttifs_" + kernel)
 			require.NoError(b, err)
 			for _, grid := range []uint32{8, 16, 32, 64, 132} {
-				for _, block := range []uint32{256, cuda.MoveThreads} {
+				for _, block := range []uint32{128, cuda.MoveThreads} {
 					for _, sums := range []bool{false, true} {
 						name := fmt.Sprintf("%s/%dKiB/%dx%d/sums=%v", kernel, size>>10, grid, block, sums)
 						b.Run(name, func(b *testing.B) { g.benchMove(b, m, f, grid, block, sums) })

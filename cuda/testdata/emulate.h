@@ -26,6 +26,10 @@ struct alignas(16) uint4 {
 	unsigned x, y, z, w;
 };
 
+struct alignas(16) ulonglong2 {
+	unsigned long long x, y;
+};
+
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return uint4{x, y, z, w}; }
 
 struct Dim {
