@@ -1,10 +1,12 @@
 """The page's example is run as it stands there."""
 
+import inspect
 import os
 import subprocess
 import sys
 import unittest
 
+import tuttifs
 from volume import Volume
 
 PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../docs/python.md")
@@ -23,3 +25,21 @@ class Page(unittest.TestCase):
                 done = subprocess.run([sys.executable, "-B", "-c", example.replace("/mnt/kv", volume.path)], text=True,
                                       capture_output=True)
                 self.assertEqual((done.stdout, done.stderr, done.returncode), (wanted, "", 0))
+
+
+class Docstrings(unittest.TestCase):
+    def test_all_that_is_public(self):
+        """Whatever a user may call says what it does, in words of its own."""
+        inherited = {name for base in (int, tuple, Exception) for name in dir(base)}
+        without = []
+        for name in tuttifs.__all__:
+            thing = getattr(tuttifs, name)
+            if not (thing.__doc__ or "").strip() or thing.__doc__.startswith(f"{name}("):
+                without.append(name)
+            for part, value in vars(thing).items() if inspect.isclass(thing) else ():
+                called = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+                if part.startswith("_") or part in inherited or not inspect.isfunction(called):
+                    continue
+                if not inspect.getdoc(called):
+                    without.append(f"{name}.{part}")
+        self.assertEqual(without, [])

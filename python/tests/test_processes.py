@@ -127,6 +127,16 @@ class Forked(Mounted):
         self.assertEqual(self.in_child(every_call), "22 of 22")
         self.assertLess(time.monotonic() - begin, 60, "nothing hung")
         self.assertEqual(self.in_child(lambda: str(len(tuttifs.keys([1, 2], 1)))), "2", "keys need no library")
+
+        def every_function():
+            """All of the library, with arguments that would be wrong otherwise."""
+            so, functions = self.store._lib._so, tuttifs._lib.FUNCTIONS
+            codes = [getattr(so, f"tuttifs_{name}")(*[None if a in (tuttifs._lib.vp, tuttifs._lib.cp) else 0 for a in types])
+                     for name, types in functions.items()]
+            return f"{codes.count(-tuttifs.Code.ECHILD)} of {len(codes)}, {so.tuttifs_version() >> 16}"
+
+        count = len(tuttifs._lib.FUNCTIONS)
+        self.assertEqual(self.in_child(every_function), f"{count} of {count}, {tuttifs._lib.MAJOR}")
         transfer.wait()  # the parent goes on
         layers.close()
         leases.release()

@@ -7,6 +7,7 @@ from . import binary
 
 
 def main() -> None:
+    """Becomes the command, with this process's arguments."""
     try:
         path = binary()
     except FileNotFoundError as e:

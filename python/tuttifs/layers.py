@@ -63,15 +63,20 @@ class Layers:
         """Begins to move a layer of all files from or to their blocks, and returns at once.
 
         after: a PyTorch event (or the driver's handle). A retrieve: recorded behind the last work that uses the
-            blocks' old contents. A store: behind the work that produces them. `NotSupportedError` with the CPU
-            executor.
+            blocks' old contents. A store: behind the work that produces them.
+
+        Raises `NotSupportedError` for an event with the CPU executor, `StoreBufferError` where a store buffer that
+        refuses is full, `InvalidError` for a layer that the pool has not.
         """
         verb = self._lib.store_layer if self.storing else self._lib.retrieve_layer
         return self._give(after, lambda event, out: verb(self._h, layer, event, out))
 
     def begin_at(self, layer: int, memory: "Memory", offsets: Sequence[int], after: Any = None) -> "Transfer":
         """`begin` for flat memory (`Session.register_flat`): object j of slot i begins at `offsets[i * n + j]`, with n
-        objects in the layer and rank. Slot i is `leases[layers.slots[i]]`."""
+        objects in the layer and rank. Slot i is `leases[layers.slots[i]]`.
+
+        offsets: bytes from the memory's start, shape [len(layers.slots) * n], any integer dtype.
+        """
         verb = self._lib.store_layer_at if self.storing else self._lib.retrieve_layer_at
         table = _lib.integers(C.c_uint64, offsets)
         return self._give(after, lambda event, out: verb(self._h, layer, memory._h, table, len(offsets), event, out))
@@ -98,7 +103,7 @@ class Layers:
             self.finish()
 
     def wait(self) -> None:
-        """Waits for every transfer that was begun."""
+        """Waits for every transfer that was begun. Raises what is wrong with one as a whole; see `Transfer.wait`."""
         with self._lock:
             begun = list(self._begun)
         for transfer in begun:
@@ -126,7 +131,8 @@ class Layers:
                         f"lease {i}: {e.text}")
 
     def finish(self) -> None:
-        """Writes the trailers of a store, once every layer has been waited for."""
+        """Writes the trailers of a store, once every layer has been waited for. With a store buffer it waits first until
+        the drives have the layers. Raises `IncompleteError` where a layer was not stored."""
         self._lib.finish(self._h)
 
     def close(self) -> None:

@@ -133,10 +133,14 @@ class Paged:
     def of(cls, layers: Sequence[Any], block_axis: int, *, object_per_run: bool = False) -> "Paged":
         """The classes of the layers' tensors or arrays, which have equally many blocks along `block_axis`.
 
-        layers: one array a layer, of any shape and dtype, on one device; they may be views into one allocation.
+        layers: one array a layer, of any shape and dtype, on one device: [2, blocks, tokens, heads, dim] with
+            block_axis 1, [blocks, 2, tokens, heads, dim] or MLA's [blocks, tokens, width] with 0, ... They may be views
+            into one allocation: strides decide.
         object_per_run: where a block has several runs in a layer (K and V apart), makes an object of each. The CPU
             executor wants it, because its objects are contiguous. It is part of the pool's geometry: all engines of a
             pool do the same.
+
+        Raises `InvalidError` for arrays that are read-only, overlap themselves, or differ in blocks, device or runs.
         """
         classes: List[Class] = []
         blocks, devices = set(), set()

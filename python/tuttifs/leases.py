@@ -29,6 +29,7 @@ class Status(enum.IntEnum):
 
     @property
     def to_be_written(self) -> bool:
+        """Whether this rank is to write the file."""
         return self in (Status.NEW, Status.JOINED)
 
 
@@ -121,6 +122,7 @@ class Reservation(Leases):
         """Says that this process has written all objects of the ranks, and waits until the files are durable: until the
         last rank of any process has committed. They are visible from then on, and not before.
 
+        ranks: whose objects, shape [n]; integers below 65,536.
         loads: what this process has retrieved for the files to be computed from, and not closed. Where a file of those
             failed the reservation is aborted instead, for all ranks, and that file's error is raised: what was computed
             from it is wrong, although its checksums are right (docs/libtuttifs.md, "When a load fails").
@@ -141,7 +143,8 @@ class Reservation(Leases):
         await asyncio.to_thread(self.commit, ranks, loads)
 
     def abort(self) -> None:
-        """Gives the slots back, for all ranks, as long as one of them has not committed."""
+        """Gives the slots back, for all ranks, as long as one of them has not committed. Raises `NotFoundError` where
+        all have, or another rank has aborted."""
         self._open = False
         if self:
             self.pool._lib.abort(self.pool._h, self.reserve)

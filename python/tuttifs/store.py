@@ -36,6 +36,7 @@ class Closing:
     """`with x:` closes x. To close twice is nothing."""
 
     def close(self) -> None:
+        """Ends what it is."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
@@ -220,7 +221,8 @@ class Session(Closing, Scheduled):
         return StoreStats(**{f.name: getattr(s, f.name) for f in dataclasses.fields(StoreStats)})
 
     def dma(self) -> memoryview:
-        """Memory that controllers reach directly, for host buffers: writable bytes, `numpy.frombuffer` takes them.
+        """Memory that controllers reach directly, for host buffers: shape [bytes], format "B", writable.
+        `numpy.frombuffer(session.dma(), dtype)` and `torch.frombuffer` make arrays of it.
 
         Where they, or arrays made of them, are still referred to when the session is closed, it ends with the last of
         them: the memory is the session's.
@@ -272,8 +274,10 @@ class Session(Closing, Scheduled):
         """Registers the blocks of a paged KV cache (`Paged.of`), once for all transfers from and to it.
 
         The tensors must be where the session's device is, and stay alive and unmoved until `Memory.close`; a reference
-        to them is kept until then. Raises `NotSupportedError` with the CPU executor for blocks of several runs: see
-        `Paged.of(object_per_run=True)`.
+        to them is kept until then.
+
+        Raises `NotSupportedError` with the CPU executor for blocks of several runs: see `Paged.of(object_per_run=True)`;
+        `InvalidError` for tensors that are elsewhere than the device, `NoMemoryError` where it has no memory left.
         """
         self._same_device(paged.device)
         per = len(paged.classes[0].runs)
@@ -289,6 +293,8 @@ class Session(Closing, Scheduled):
 
         padded: (memory of `dma` only) every object has room for whole units of 4 KiB, of which up to 4,095 bytes behind
             its payload are overwritten; odd lengths are then reached directly.
+
+        Raises `InvalidError` for an array that has gaps, is read-only, or is elsewhere than the device.
         """
         e = extent(array)
         n = contiguous_bytes(e)
@@ -379,7 +385,11 @@ def joined(keys: Sequence[bytes]) -> bytes:
 
 class Pool(Closing):
     """All files of one identity and geometry, made by `Session.pool`. Keys are 32 bytes each, root first:
-    `tuttifs.keys`, or an engine's own chained hashes."""
+    `tuttifs.keys`, or an engine's own chained hashes. Numbers of blocks and offsets are sequences of int, or arrays and
+    tensors of shape [n] and any integer dtype.
+
+    Every call raises `StaleError` where the daemon or the session is gone, and `ClosedError` after `close`.
+    """
 
     def __init__(self, session: Session, name: str, tokens_per_file: int, h: C.c_void_p) -> None:
         self.session, self.name, self.tokens_per_file = session, name, tokens_per_file
@@ -416,7 +426,8 @@ class Pool(Closing):
         reserve: other ranks of the session join by the same id and keys. Left out: a random one.
         partial: a leading run, where not all fit.
         chained: False where it is not known which file hangs on which: each is by itself, and evicted by itself.
-        Waits while space is being freed. Raises `NoSpaceError`, `QuotaError`, `PendingError`.
+        Waits while space is being freed. Raises `NoSpaceError`, `QuotaError`, `PendingError`, and `AgainError` where
+        that takes longer than the session's deadline.
         """
         if not 0 <= start <= len(keys):
             raise InvalidError(f"start {start} in a chain of {len(keys)} files")
@@ -437,8 +448,12 @@ class Pool(Closing):
                  rank: int = 0) -> Layers:
         """Prepares to bring one rank's objects of pinned files into blocks of registered memory.
 
-        blocks: the block for each lease. memory and blocks are left out where layers are moved by `Layers.begin_at`.
+        blocks: the block for each lease, shape [len(leases)]. memory and blocks are left out where layers are moved by
+            `Layers.begin_at`.
+
         Reads and verifies the files' trailers first, and waits for them; one that is damaged is in `Layers.failed`.
+        Raises `InvalidError` for a block that memory has not, or memory whose blocks have another length than the
+        rank's objects.
         """
         return Layers(self, leases, None, memory, blocks, rank)
 
@@ -446,7 +461,8 @@ class Pool(Closing):
               rank: int = 0) -> Layers:
         """Prepares to store one rank's objects from blocks of registered memory.
 
-        blocks: the block for each lease, also for those that need no writing: they are left out.
+        blocks: the block for each lease, shape [len(reservation)], also for those that need no writing: they are left
+            out. Otherwise as in `retrieve`.
         """
         return Layers(self, reservation, reservation.to_be_written(), memory, blocks, rank)
 
@@ -455,7 +471,8 @@ class Pool(Closing):
         return Events(self)
 
     def report_bad(self, lease: Lease) -> None:
-        """Says that a pinned file's bytes are damaged. The daemon looks itself, and evicts it if so. Waits for that."""
+        """Says that a pinned file's bytes are damaged. The daemon looks itself, and evicts it if so. Waits for that.
+        Raises `NotFoundError` where the file is not there any more."""
         self._lib.report_bad(self._h, lease.slot, lease.generation)
 
     def stats(self) -> PoolStats:
