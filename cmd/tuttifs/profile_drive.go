@@ -24,7 +24,7 @@ type profileDriveOptions struct {
 	write    bool
 	force    bool
 	size     sizeFlag
-	limit    time.Duration
+	limit    time.Duration // 0: profileTime, or profileTimeFio
 	name     string
 	output   string
 	fio      bool
@@ -33,16 +33,16 @@ type profileDriveOptions struct {
 }
 
 func newProfileDrive() *command {
-	o := &profileDriveOptions{size: 4 << 30, limit: 45 * time.Second, shortest: 300 * time.Millisecond}
+	o := &profileDriveOptions{size: 4 << 30, shortest: 300 * time.Millisecond}
 	f := newFlags("profile drive")
 	f.BoolVar(&o.write, "write", false, "measure writes too, which OVERWRITES the first --size bytes of each PATH")
 	f.BoolVarP(&o.force, "force", "f", false, "with --write: even if PATH holds something known")
 	f.Var(&o.size, "size", "bytes of PATH that are used at most, and the size of a scratch file; from 16m")
 	f.DurationVar(&o.limit, "time", o.limit,
-		"how long all measurements of one PATH may take together, `TIME` like 90s; from 10s")
+		"how long all measurements of one PATH may take together, `TIME` like 90s; from 10s (default 45s, with --fio 5m)")
 	f.StringVar(&o.name, "name", "", "`NAME` of the profile (default: that of PATH)")
 	f.StringVarP(&o.output, "output", "o", "", "write the profile to this `FILE`, for mount -o drive_profile=FILE")
-	f.BoolVar(&o.fio, "fio", false, "measure every rate with fio as well, in turns, and compare; takes twice the time")
+	f.BoolVar(&o.fio, "fio", false, "measure every rate with fio as well, in turns, and compare")
 	f.BoolVar(&o.json, "json", false, "print profiles and measurements as JSON")
 	return &command{
 		name: "profile drive", synopsis: "[FLAGS] PATH...", summary: "measure how fast a drive is",
@@ -96,16 +96,24 @@ type measuredRow struct {
 	ModelBytesPerSecond float64  `json:"model_bytes_per_second"`
 	FioBytesPerSecond   *float64 `json:"fio_bytes_per_second,omitempty"`
 	FioRatio            *float64 `json:"fio_ratio,omitempty"`
+	FioWritePercent     *float64 `json:"fio_write_percent,omitempty"`
 }
 
 // Bounds of the flags.
 const (
 	profileSizeMin = 16 << 20
+	profileTime    = 45 * time.Second // where none is given
+	profileTimeFio = 5 * time.Minute  // likewise, with --fio
 	profileTimeMin = 10 * time.Second
 	profileTimeMax = 24 * time.Hour
 )
 
 func (o *profileDriveOptions) run(ctx context.Context, e *env, args []string) error {
+	if o.limit == 0 {
+		if o.limit = profileTime; o.fio {
+			o.limit = profileTimeFio
+		}
+	}
 	switch {
 	case len(args) == 0:
 		return usagef("name a directory, a file or a block device")
@@ -344,7 +352,7 @@ func (m *measuredDrive) print(e *env) {
 	t := table(e.stdout)
 	fmt.Fprintf(t, "  verb\twritten\tcommand\tdepth\tGB/s\tcommands/s\tp50 us\tp90\tp99\tp99.9\tmax\tmodel GB/s")
 	if m.Fio != nil {
-		fmt.Fprintf(t, "\tfio GB/s\tratio")
+		fmt.Fprintf(t, "\tfio GB/s\tits written\tratio")
 	}
 	fmt.Fprintln(t)
 	for _, r := range m.Rows {
@@ -352,7 +360,7 @@ func (m *measuredDrive) print(e *env) {
 			humanBytes(uint64(r.CommandBytes)), r.Depth, r.BytesPerSecond/1e9, r.BytesPerSecond/float64(r.CommandBytes),
 			r.P50US, r.P90US, r.P99US, r.P999US, r.MaxUS, r.ModelBytesPerSecond/1e9)
 		if r.FioRatio != nil {
-			fmt.Fprintf(t, "\t%.3f\t%.3f", *r.FioBytesPerSecond/1e9, *r.FioRatio)
+			fmt.Fprintf(t, "\t%.3f\t%.0f%%\t%.3f", *r.FioBytesPerSecond/1e9, *r.FioWritePercent, *r.FioRatio)
 		}
 		fmt.Fprintln(t)
 	}

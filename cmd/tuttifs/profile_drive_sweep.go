@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"os"
@@ -23,7 +24,9 @@ type driveSweep struct {
 	limit    time.Duration
 	shortest time.Duration // measurement of one step, even if the time is over
 	bar      *progress
-	zeroes   int // steps of reads that found nothing but zeroes
+	zeroes   int           // steps of reads that found nothing but zeroes
+	rest     time.Duration // that a drive had while fio started the last time
+	short    bool          // some turn beside fio was shorter than fioTurn
 }
 
 // sweepObject is the size whose depths are swept, whose mixtures are measured and whose latency is the profile's.
@@ -84,7 +87,7 @@ func (s *driveSweep) run(ctx context.Context, write bool) error {
 	}
 	turns, beside := time.Duration(1), time.Duration(0) // beside is what a step takes besides measuring
 	if s.fio != "" {
-		turns, beside = 2, fioRounds*fioStart
+		turns, beside = 2, 2*fioRounds*fioStart
 	}
 	for i, w := range steps {
 		left := (s.limit - time.Since(s.started)) / time.Duration(len(steps)-i)
@@ -101,6 +104,9 @@ func (s *driveSweep) run(ctx context.Context, write bool) error {
 		s.note("reads found nothing but zeroes: the drive may never have been written to, and then answers without " +
 			"looking; these figures mean nothing unless it has (see --write)")
 	}
+	if s.short {
+		s.note("turns beside fio were shorter than %v, and may have measured bursts: give it more --time", fioTurn)
+	}
 	return nil
 }
 
@@ -115,16 +121,19 @@ func verbOf(writePercent int) string {
 }
 
 // fioRounds are the turns of a step: one of ours and one of fio's each, in alternating order. Starting fio takes about
-// fioStart.
+// fioStart, for which the drive rests; before ours it rests as long, since who limits a drive lets it save up for bursts.
 const (
-	fioRounds = 3
+	fioRounds = 5
 	fioStart  = 400 * time.Millisecond
+	// fioTurn is the least time of a turn with which figures are compared: shorter ones measure bursts.
+	fioTurn = 500 * time.Millisecond
 )
 
 // step measures a step, in turns with fio if that is wanted.
 func (s *driveSweep) step(ctx context.Context, w loadWork) error {
-	all := &loadResult{}
+	all, fios := &loadResult{}, &loadResult{}
 	mine := func() (float64, error) {
+		time.Sleep(s.rest)
 		r, err := s.load.run(ctx, w)
 		for again := w; err == nil && r.latency.count == 0 && again.duration < loadPatience; {
 			again.duration *= 4 // a slow drive, and much in flight
@@ -144,11 +153,24 @@ func (s *driveSweep) step(ctx context.Context, w loadWork) error {
 		}
 	} else {
 		w.duration /= fioRounds
-		_, rate, ratio, err := pairs(ctx, fioRounds, mine, func() (float64, error) { return s.runFio(ctx, w) })
+		_, _, ratio, err := pairs(ctx, fioRounds, mine, func() (float64, error) {
+			begin := time.Now()
+			r, err := s.runFio(ctx, w)
+			if err != nil {
+				return 0, err
+			}
+			s.rest = max(time.Since(begin)-time.Duration(r.seconds*1e9), 0)
+			fios.add(r)
+			return r.bytesPerSecond(), nil
+		})
 		if err != nil {
 			return err
 		}
-		row.FioBytesPerSecond, row.FioRatio = &rate, &ratio
+		rate, share := math.Round(fios.bytesPerSecond()), math.Round(1000*fios.writeShare())/10
+		row.FioBytesPerSecond, row.FioRatio, row.FioWritePercent = &rate, &ratio, &share
+		if w.duration < fioTurn {
+			s.short = true
+		}
 	}
 	if all.latency.count == 0 {
 		return fmt.Errorf("%s: not one command was completed in %v: give it more --time", s.drive.Path, w.duration)
@@ -262,8 +284,9 @@ func (s *driveSweep) compare() {
 	}
 }
 
-// runFio measures the same with fio: the same descriptor's file, size of commands, depth, mixture and time.
-func (s *driveSweep) runFio(ctx context.Context, w loadWork) (bytesPerSecond float64, err error) {
+// runFio measures the same with fio: the same descriptor's file, size of commands, depth of both ways together, mixture
+// and time.
+func (s *driveSweep) runFio(ctx context.Context, w loadWork) (*loadResult, error) {
 	mode := map[string]string{"read": "randread", "write": "randwrite", "mixed": "randrw"}[verbOf(w.writePercent)]
 	args := []string{"--name=tuttifs", "--ioengine=io_uring", "--direct=1", "--rw=" + mode,
 		"--bs=" + strconv.Itoa(w.bytes), "--iodepth=" + strconv.Itoa(w.depth), "--randrepeat=0", "--norandommap=1",
@@ -281,30 +304,27 @@ func (s *driveSweep) runFio(ctx context.Context, w loadWork) (bytesPerSecond flo
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
 	if err != nil {
-		return 0, fmt.Errorf("fio: %w: %s", err, strings.TrimSpace(string(out)))
+		return nil, fmt.Errorf("fio: %w: %s", err, strings.TrimSpace(string(out)))
 	}
-	return fioRate(out)
+	return parseFio(out)
 }
 
-// fioRate is the bytes a second, both ways together, of fio's report.
-func fioRate(out []byte) (float64, error) {
+// parseFio has the bytes of fio's report, and the time of the longer way.
+func parseFio(out []byte) (*loadResult, error) {
 	if i := strings.IndexByte(string(out), '{'); i > 0 {
 		out = out[i:] // warnings come before the document
 	}
 	var report fioReport
 	if err := json.Unmarshal(out, &report); err != nil {
-		return 0, fmt.Errorf("fio's report: %w", err)
+		return nil, fmt.Errorf("fio's report: %w", err)
 	}
-	rate := 0.0
+	r := &loadResult{}
 	for _, j := range report.Jobs {
-		for _, side := range []fioSide{j.Read, j.Write} {
-			if side.RuntimeMS > 0 {
-				rate += side.Bytes / side.RuntimeMS * 1e3
-			}
-		}
+		r.read, r.written = r.read+int64(j.Read.Bytes), r.written+int64(j.Write.Bytes)
+		r.seconds = max(r.seconds, j.Read.RuntimeMS/1e3, j.Write.RuntimeMS/1e3)
 	}
-	if rate == 0 {
-		return 0, fmt.Errorf("fio moved nothing")
+	if r.read+r.written == 0 || r.seconds == 0 {
+		return nil, errors.New("fio moved nothing")
 	}
-	return rate, nil
+	return r, nil
 }

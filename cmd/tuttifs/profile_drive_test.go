@@ -147,17 +147,17 @@ func TestProfileDriveBesideFio(t *testing.T) {
 	m := &measuredDrive{Path: "x"}
 	s := &driveSweep{load: l, drive: m, fio: fio, started: time.Now(), limit: time.Second, bar: &progress{}}
 	require.NoError(t, s.fill(t.Context()))
-	for _, percent := range []int{0, 50, 100} {
-		require.NoError(t, s.step(t.Context(), loadWork{bytes: 64 << 10, depth: 16, writePercent: percent,
-			duration: 100 * time.Millisecond}))
-	}
-	for _, r := range m.Rows {
-		require.Positive(t, *r.FioBytesPerSecond)
-		require.Positive(t, *r.FioRatio)
-	}
-	require.Len(t, m.Rows, 3)
+	require.NoError(t, s.step(t.Context(), loadWork{bytes: 64 << 10, depth: 16, writePercent: halfMixed,
+		duration: 100 * time.Millisecond}))
+	require.Len(t, m.Rows, 1)
+	r := m.Rows[0]
+	require.Positive(t, *r.FioBytesPerSecond)
+	require.Positive(t, *r.FioRatio)
+	require.InDelta(t, halfMixed, *r.FioWritePercent, 45, "a mixture")
+	require.Positive(t, s.rest)
+	require.True(t, s.short)
 	f := compareFio(m)
-	require.Len(t, f.Bandwidth, 3)
+	require.Len(t, f.Bandwidth, 1)
 	require.Positive(t, f.Middle)
 }
 
@@ -201,12 +201,13 @@ func TestProfileOfAModel(t *testing.T) {
 }
 
 func TestFioRate(t *testing.T) {
-	rate, err := fioRate([]byte(`note: x {"jobs":[{"read":{"io_bytes":2000,"runtime":1000},"write":{"io_bytes":500,
-		"runtime":500}}]}`)[8:])
+	r, err := parseFio([]byte(`note: x {"jobs":[{"read":{"io_bytes":2000,"runtime":1000},"write":{"io_bytes":500,
+		"runtime":990}}]}`)[8:])
 	require.NoError(t, err)
-	require.InDelta(t, 3000, rate, 1e-9)
+	require.InDelta(t, 2500, r.bytesPerSecond(), 1e-9, "both ways, over the time of the longer one")
+	require.InDelta(t, 0.2, r.writeShare(), 1e-9)
 	for _, bad := range []string{"", "{}", `{"jobs":[{}]}`, "no"} {
-		_, err := fioRate([]byte(bad))
+		_, err := parseFio([]byte(bad))
 		require.Error(t, err, bad)
 	}
 }
