@@ -49,9 +49,10 @@ var rooms = map[string][]string{
 	"cuda/cudatest": {"cuda", "nvme", "checksum"},
 	"gio":           {"stripe", "nvme", "checksum", "cuda", "slack", "lifetime"},
 	"gio/giotest":   {"gio", "stripe", "nvme", "nvme/emu", "drive", "drivemodel", "phase", "checksum"},
-	"engine":        {"ioctl", "gio", "nvme", "checksum", "stripe", "cuda", "slack", "lifetime"},
-	"lib":           {"engine", "gio", "stripe", "checksum", "cuda", "contentkey"},
-	"fs":            {"ioctl", "gpufile", "extentmap", "stripe"},
+	"engine": {"ioctl", "gio", "nvme", "nvme/emu", "drive", "checksum", "stripe", "cuda", "slack", "lifetime",
+		"wear"},
+	"lib": {"engine", "gio", "stripe", "checksum", "cuda", "contentkey"},
+	"fs":  {"ioctl", "gpufile", "extentmap", "stripe"},
 	"daemon": {"fs", "ioctl", "gpufile", "extentmap", "nvme", "nvme/emu", "nvme/vfio", "drive", "drivemodel",
 		"checksum", "phase", "stripe", "wear", "lifetime"},
 }

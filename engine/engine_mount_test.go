@@ -32,6 +32,8 @@ import (
 const (
 	daemonVariable = "TUTTIFS_TEST_ENGINE_DAEMON"
 	wayVariable    = "TUTTIFS_TEST_ENGINE_WAY"
+	// admissionVariable is the mount's admission policy.
+	admissionVariable = "TUTTIFS_TEST_ENGINE_ADMISSION"
 )
 
 // TestDaemonProcess is the body of the daemon's process.
@@ -48,6 +50,9 @@ func TestDaemonProcess(t *testing.T) {
 	if options.Backend == ssdWay {
 		options.Backend = emu.Auto
 		require.NoError(t, useSSDs(&options, where))
+	}
+	if policy := os.Getenv(admissionVariable); policy != "" {
+		require.NoError(t, options.Admission.Admissions.Set(policy))
 	}
 	run := func() error { return daemon.Run(context.Background(), options) }
 	err := run()

@@ -88,12 +88,12 @@ func (p *Pool) Peek(tenant uint32, keys []Key) (int, error) {
 		if err != nil {
 			return 0, explain(err)
 		}
-		if found += n; n < len(part) {
+		found, keys = found+n, keys[n:]
+		if n < len(part) {
 			break
 		}
-		keys = keys[len(part):]
 	}
-	return found, nil
+	return found + p.keeper.peek(tenant, keys), nil
 }
 
 func (p *Pool) peek(tenant uint32, keys []Key) (int, error) {
@@ -128,6 +128,7 @@ func (p *Pool) Present(tenant uint32, keys []Key, present []bool) error {
 			return explain(err)
 		}
 	}
+	p.keeper.present(tenant, keys, present)
 	return nil
 }
 
@@ -199,7 +200,7 @@ func (p *Pool) Pin(tenant uint32, request uint64, keys []Key, grants []Grant) (i
 		}
 	}
 	p.remember(partKey(request, false), parts)
-	return pinned, nil
+	return pinned + p.keeper.pin(tenant, request, keys[pinned:], grants[pinned:], pinned), nil
 }
 
 func (p *Pool) pin(tenant uint32, request uint64, keys []Key, grants []Grant) (int, uint64, error) {
@@ -231,6 +232,9 @@ func (p *Pool) Release(request uint64) error {
 	key := partKey(request, false)
 	parts := p.partsOf(key)
 	p.remember(key, 0)
+	if p.keeper.release(request) {
+		return nil
+	}
 	return p.releaseParts(request, parts)
 }
 
@@ -246,8 +250,8 @@ func (p *Pool) releaseParts(request uint64, parts int) error {
 
 // Reserve leases slots for writing: all or nothing, or a leading run with partial. It retries while space is being
 // freed, until the deadline. Items that the mount's admission policy does not want are granted as ioctl.GrantDeclined,
-// and not written. Other ranks of the session join by the same id; a join that fails changes nothing for
-// them.
+// and not written; or as ioctl.GrantNew, where the session keeps them in host memory. Other ranks of the session join by
+// the same id; a join that fails changes nothing for them.
 func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
 	if len(grants) < len(items) {
 		return 0, fmt.Errorf("%w: %d grants for %d items", ErrInvalid, len(grants), len(items))
@@ -278,6 +282,7 @@ func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool
 		}
 	}
 	p.remember(partKey(reserve, true), parts)
+	p.keeper.reserve(tenant, reserve, items[:granted], grants)
 	return granted, nil
 }
 
@@ -389,6 +394,7 @@ func (p *Pool) CommitRanks(reserve uint64, ranks ...uint16) error {
 		for k := range p.partsOf(key) {
 			a := ioctl.Commit{Target: p.target, Reserve: partID(reserve, k), Rank: rank}
 			if err := p.control.retryCall(func() error { return p.control.verbs.Commit(&a) }); err != nil {
+				p.keeper.abort(reserve)
 				return err
 			}
 			tickets = append(tickets, a.Ticket)
@@ -399,7 +405,13 @@ func (p *Pool) CommitRanks(reserve uint64, ranks ...uint16) error {
 	for _, id := range tickets {
 		errs = append(errs, p.control.ticket(id))
 	}
-	return errors.Join(errs...)
+	err := errors.Join(errs...)
+	if err != nil {
+		p.keeper.abort(reserve)
+	} else {
+		p.keeper.commit(reserve, ranks)
+	}
+	return err
 }
 
 // Abort gives a reservation's uncommitted slots back.
@@ -407,6 +419,7 @@ func (p *Pool) Abort(reserve uint64) error {
 	key := partKey(reserve, true)
 	parts := p.partsOf(key)
 	p.remember(key, 0)
+	p.keeper.abort(reserve)
 	var errs []error
 	for k := range parts {
 		errs = append(errs, p.abortPart(reserve, k))
@@ -422,12 +435,20 @@ func (p *Pool) abortPart(reserve uint64, k int) error {
 // ReportBad says that a slot's bytes are damaged and waits for the daemon's own look at them: nil means that it has
 // evicted the file, or found it whole.
 func (p *Pool) ReportBad(slot uint32, generation uint64) error {
+	if p.keeper.owns(slot) {
+		p.keeper.bad(slot, generation)
+		return nil
+	}
 	a := ioctl.ReportBad{Target: p.target, Slot: slot, Generation: generation}
 	if err := p.control.retryCall(func() error { return p.control.verbs.ReportBad(&a) }); err != nil {
 		return err
 	}
 	return p.control.ticket(a.Ticket)
 }
+
+// KeepStats are about blocks that were declined and are kept in host memory; zero where there is none for them. It is
+// safe to call at any time.
+func (p *Pool) KeepStats() KeepStats { return p.keeper.report() }
 
 // Stats are the pool's counters and gauges.
 func (p *Pool) Stats() (ioctl.Stats, error) {

@@ -25,6 +25,8 @@ type PoolSpec struct {
 	TrailingHit        uint32
 	MinBytes, MaxBytes uint64
 	MaxSlots           uint32
+	// KeepBytes of the session's memory for blocks that are declined; 0: all that no pool has.
+	KeepBytes int64
 }
 
 // Pool is an opened pool. Its verbs act on it alone, also where it belongs to a family: verbs on whole families are the
@@ -42,6 +44,8 @@ type Pool struct {
 
 	mu    sync.Mutex
 	parts map[uint64]int // batches of a pin or reservation that did not fit one call
+
+	keeper *keeper // of blocks that are declined, nil: there is none
 }
 
 // OpenPool opens or creates, waits for it to be durable, and fetches layout and rows.
@@ -49,7 +53,8 @@ func (s *Session) OpenPool(spec PoolSpec) (*Pool, error) {
 	if err := s.checkModel(&spec); err != nil {
 		return nil, fmt.Errorf("engine: pool %q: %w", spec.Name, err)
 	}
-	p, err := s.control.openPool(spec)
+	keep := func(p *Pool) error { return s.keep(p, &spec) }
+	p, err := s.control.openPool(spec, keep)
 	if err != nil {
 		return nil, fmt.Errorf("engine: pool %q: %w", spec.Name, err)
 	}
@@ -64,7 +69,8 @@ func (s *Session) OpenPool(spec PoolSpec) (*Pool, error) {
 	return p, nil
 }
 
-func (c *control) openPool(spec PoolSpec) (*Pool, error) {
+// openPool calls laidOut when the layout is known, before the map is fetched.
+func (c *control) openPool(spec PoolSpec, laidOut func(p *Pool) error) (*Pool, error) {
 	geometry := spec.Geometry
 	if n := len(geometry.Objects); n > 0 && !geometry.Objects[n-1].IsTrailer() {
 		geometry = geometry.WithTrailers()
@@ -102,6 +108,9 @@ func (c *control) openPool(spec PoolSpec) (*Pool, error) {
 	}
 	p := &Pool{control: c, target: a.Target, parts: map[uint64]int{}}
 	if err := p.fetchLayout(len(encoded)); err != nil {
+		return nil, err
+	}
+	if err := laidOut(p); err != nil {
 		return nil, err
 	}
 	return p, p.fetchMap()
@@ -180,6 +189,11 @@ func (p *Pool) fetchMap() error {
 		if state == rowsKnown {
 			p.word.Store(word)
 			return nil
+		}
+		if p.keeper != nil {
+			if rows, err = p.keeper.behind(rows); err != nil {
+				return err
+			}
 		}
 		m, err := gio.NewMap(p.layout, p.entryUnits, rows, generation)
 		if err != nil {

@@ -255,7 +255,7 @@ func newPool(t testing.TB, n int) (*Pool, *fakeMount, *[]uint64) {
 	c := &control{verbs: f, deadline: time.Second, arena: f.arena, mapWord: func() uint64 { return f.word },
 		wait: func(_ context.Context, id uint64) error { waited = append(waited, id); return nil }}
 	g := stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 9000}}}}}
-	p, err := c.openPool(PoolSpec{Name: "pool", Identity: []byte("{}"), Geometry: g})
+	p, err := c.openPool(PoolSpec{Name: "pool", Identity: []byte("{}"), Geometry: g}, keepNothing)
 	require.NoError(t, err)
 	return p, f, &waited
 }
@@ -478,9 +478,9 @@ func TestSmallArenaIsRefusedWithAdvice(t *testing.T) {
 	f := &fakeMount{arena: make([]byte, 64)}
 	c := &control{verbs: f, deadline: time.Second, arena: f.arena}
 	g := stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 9000}}}}}
-	_, err := c.openPool(PoolSpec{Name: "pool", Identity: make([]byte, 100), Geometry: g})
+	_, err := c.openPool(PoolSpec{Name: "pool", Identity: make([]byte, 100), Geometry: g}, keepNothing)
 	require.ErrorContains(t, err, "ArenaBytes")
-	_, err = c.openPool(PoolSpec{Name: string(make([]byte, 65)), Geometry: g})
+	_, err = c.openPool(PoolSpec{Name: string(make([]byte, 65)), Geometry: g}, keepNothing)
 	require.ErrorIs(t, err, ErrInvalid)
 }
 
@@ -531,3 +531,6 @@ func TestExplainOnce(t *testing.T) {
 	require.Equal(t, once, explain(once))
 	require.NoError(t, explain(nil))
 }
+
+// keepNothing is for pools without memory for blocks that are declined.
+func keepNothing(*Pool) error { return nil }

@@ -28,8 +28,12 @@ type SessionOptions struct {
 	// StoreBytes of the DMA memory are the store buffer: what is stored leaves its source for it at once, and goes to the
 	// drives when they have time. It adds lanes to Lanes. 0: none, and a store holds its source until the drives have it.
 	// StorePolicy is what becomes of a store when the buffer is full.
-	StoreBytes    int
-	StorePolicy   gio.StorePolicy
+	StoreBytes  int
+	StorePolicy gio.StorePolicy
+	// KeepBytes of host memory, beside the DMA memory, are for blocks that the mount's admission policy declines: there
+	// they serve their first reuse, by this session, and go to the drives then. Pools have it in the order in which they
+	// are opened (PoolSpec.KeepBytes). It needs BounceBytes, and is for sessions of one process. 0: none.
+	KeepBytes     int
 	ArenaBytes    int           // of metadata batches, 1 MiB; ranks that join each other's reservations use equal ones
 	ChunkCommands int           // as in gio.RingConfig, 0: a batch is spread over all lanes
 	Deadline      time.Duration // of every wait, 30 s
@@ -71,7 +75,7 @@ func (o SessionOptions) withDefaults(gpu bool) SessionOptions {
 
 func (o SessionOptions) validate() error {
 	if o.Lanes < 0 || o.Depth < 0 || o.DMABytes < 0 || o.BounceBytes < 0 || o.ArenaBytes < 0 || o.Deadline < 0 ||
-		o.ChunkCommands < 0 || o.StoreBytes < 0 {
+		o.ChunkCommands < 0 || o.StoreBytes < 0 || o.KeepBytes < 0 {
 		return fmt.Errorf("%w: negative session option", ErrInvalid)
 	}
 	if o.Real && o.GPU != nil && o.GPU.Polling {
@@ -86,6 +90,13 @@ func (o SessionOptions) validate() error {
 	}
 	if o.StorePolicy > gio.StoreRefuse || o.StorePolicy != 0 && o.StoreBytes == 0 {
 		return fmt.Errorf("%w: store policy %d with a store buffer of %d bytes", ErrInvalid, o.StorePolicy, o.StoreBytes)
+	}
+	if o.KeepBytes != 0 && (o.KeepBytes < KeepLeast || o.KeepBytes%stripe.UnitBytes != 0) {
+		return fmt.Errorf("%w: %d bytes for blocks that are declined: whole pages from %s on are possible",
+			ErrInvalid, o.KeepBytes, sizeText(KeepLeast))
+	}
+	if o.KeepBytes != 0 && o.BounceBytes == 0 && o.GPU == nil {
+		return fmt.Errorf("%w: memory for blocks that are declined needs bounce cells: set BounceBytes", ErrInvalid)
 	}
 	if need := o.BounceBytes + o.StoreBytes; need > 0 && o.DMABytes > 0 && need > o.DMABytes {
 		return fmt.Errorf("%w: %d bytes of bounce cells and %d of store buffer in %d bytes of DMA memory",
@@ -210,6 +221,10 @@ type Session struct {
 	token    [ioctl.TokenBytes]byte
 	id       uint32
 	queues   [][]gio.Queue
+	kept     *keptMemory // nil: what is declined is not kept
+
+	keeping sync.Mutex // guards keepers
+	keepers []*keeper  // of its pools
 
 	stop    chan struct{}
 	stopped chan struct{}
@@ -224,6 +239,9 @@ func (m *Mount) NewSession(o SessionOptions) (*Session, error) {
 
 // JoinSession makes this process a member of the session with that token.
 func (m *Mount) JoinSession(token [16]byte, o SessionOptions) (*Session, error) {
+	if o.KeepBytes != 0 {
+		return nil, fmt.Errorf("%w: memory for blocks that are declined is for sessions of one process", ErrInvalid)
+	}
 	return m.session(o, func(c *ioctl.Client, a *ioctl.Session) error { return c.SessionJoin(a) }, token)
 }
 
@@ -269,6 +287,9 @@ func (m *Mount) session(o SessionOptions, enter enter, token [16]byte) (*Session
 		err = s.build(o)
 	}
 	if err == nil {
+		if o.KeepBytes > 0 {
+			s.about += fmt.Sprintf("; %s for blocks that are declined", sizeText(o.KeepBytes))
+		}
 		s.about += "; " + o.Scheduler.about(s.paces)
 		err = s.checkMachine(&o.Scheduler)
 	}
@@ -291,6 +312,13 @@ func (s *Session) build(o SessionOptions) error {
 		_, err := s.client.WaitTicket(ctx, s.attach, id)
 		return err
 	}
+	if o.KeepBytes > 0 {
+		kept, err := newKeptMemory(&o, s.attach)
+		if err != nil {
+			return err
+		}
+		s.kept = kept
+	}
 	for l := range int(r.Lanes) {
 		lane, err := s.lane(l)
 		if err != nil {
@@ -304,9 +332,13 @@ func (s *Session) build(o SessionOptions) error {
 		Scheduler:  s.paces,
 		StoreBytes: o.StoreBytes, StoreLanes: o.storeLanes(), StorePolicy: o.StorePolicy,
 		Armed: s.attach.Word(ioctl.ArmedWord), Wake: s.attach.Word(ioctl.WakeWord),
-		Quiesce: s.attach.Quiesce,
+		Quiesce: s.quiesce,
 		Reattach: func(lane int) ([]gio.Queue, error) {
-			if err := s.attach.Reattach(lane); err != nil {
+			err := s.attach.Reattach(lane)
+			if err == nil && s.kept != nil {
+				err = s.kept.reattach(lane)
+			}
+			if err != nil {
 				return nil, err
 			}
 			return s.lane(lane) // where queue pairs are an SSD's own, they have other doorbells now
@@ -325,6 +357,15 @@ func (s *Session) build(o SessionOptions) error {
 	if err == nil {
 		s.ring = ring
 		s.about = "CPU executor, " + aboutRing(&config)
+	}
+	return err
+}
+
+// quiesce stops a lane.
+func (s *Session) quiesce(lane int) error {
+	err := s.attach.Quiesce(lane)
+	if s.kept != nil {
+		err = errors.Join(err, s.kept.quiesce(lane))
 	}
 	return err
 }
@@ -350,7 +391,11 @@ func (s *Session) lane(l int) ([]gio.Queue, error) {
 			lane[d].Directive = gio.Directive{Type: uint8(place.Type), Specific: place.Specific}
 		}
 	}
-	return lane, nil
+	if s.kept == nil {
+		return lane, nil
+	}
+	q, err := s.kept.queue(l)
+	return append(lane, q), err
 }
 
 // aboutRing is the part of Describe that all executors share.
@@ -363,8 +408,9 @@ func aboutRing(c *gio.RingConfig) string {
 	if c.SGL {
 		descriptors = "SGL"
 	}
+	drives := slices.DeleteFunc(slices.Clone(c.Lanes[0]), func(q gio.Queue) bool { return q.Drive == keptDrive })
 	about := fmt.Sprintf("%s: %s%d lanes on %d drives, %d entries a queue, %s; bounce %s of %s DMA memory",
-		mode, aboutQueues(c.Lanes[0]), len(c.Lanes)-c.StoreLanes, len(c.Lanes[0]), len(c.Lanes[0][0].Memory.SQ), descriptors,
+		mode, aboutQueues(drives), len(c.Lanes)-c.StoreLanes, len(drives), len(drives[0].Memory.SQ), descriptors,
 		sizeText(c.BounceBytes), sizeText(len(c.DMA)))
 	if c.StoreBytes > 0 {
 		about += fmt.Sprintf(", store buffer %s of it with %d more lanes, policy %v",
@@ -459,10 +505,17 @@ func (s *Session) Close() error {
 				errs = append(errs, ring)
 			}
 		}
+		s.endKeepers()
 		errs = append(errs, s.gpu.close(ring))
 		s.control.mu.Lock()
 		s.control.arena = nil
 		s.control.mu.Unlock()
+		if s.kept.stop(); !errors.Is(ring, gio.ErrStuck) { // else the GPU may write to it
+			for _, k := range s.keepers {
+				errs = append(errs, k.close())
+			}
+			errs = append(errs, s.kept.close())
+		}
 		if s.attach != nil {
 			errs = append(errs, s.attach.Close())
 		}

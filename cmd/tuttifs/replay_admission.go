@@ -1,56 +1,52 @@
 package main
 
 import (
-	"container/list"
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 
 	"tuttifs/gpufile"
 	"tuttifs/wear"
 )
 
-// hostBuffer stands for a bounded buffer in host memory: the blocks that were not admitted to the drives, of which it
-// keeps those that were used last. A nil one is empty.
-type hostBuffer struct {
-	room  int
-	order *list.List // of keys, the last used in front
-	place map[gpufile.Key]*list.Element
-}
+// hostBuffer stands for the host memory of a session in which blocks that were not admitted are kept: by the same
+// index. A nil one is empty.
+type hostBuffer struct{ *wear.Kept[struct{}] }
 
 func newHostBuffer(blocks int) *hostBuffer {
 	if blocks == 0 {
 		return nil
 	}
-	return &hostBuffer{blocks, list.New(), map[gpufile.Key]*list.Element{}}
+	return &hostBuffer{wear.NewKept[struct{}](uint32(min(blocks, math.MaxUint32)))}
 }
 
 // has says whether a block is there, and counts that as a use.
 func (b *hostBuffer) has(key gpufile.Key) bool {
-	if b == nil || b.place[key] == nil {
+	if b == nil {
 		return false
 	}
-	b.order.MoveToFront(b.place[key])
-	return true
+	block := b.Find(wear.KeptKey{Key: key})
+	if block != nil {
+		b.Use(block)
+	}
+	return block != nil
 }
 
 func (b *hostBuffer) put(key gpufile.Key) {
-	if b == nil || b.has(key) {
-		return
-	}
-	b.place[key] = b.order.PushFront(key)
-	if b.order.Len() > b.room {
-		b.drop(b.order.Back().Value.(gpufile.Key))
+	if b != nil && !b.has(key) {
+		b.Put(wear.KeptKey{Key: key}, struct{}{})
 	}
 }
 
 func (b *hostBuffer) drop(key gpufile.Key) {
-	if b == nil || b.place[key] == nil {
+	if b == nil {
 		return
 	}
-	b.order.Remove(b.place[key])
-	delete(b.place, key)
+	if block := b.Find(wear.KeptKey{Key: key}); block != nil {
+		b.Drop(block)
+	}
 }
 
 // admissionResult is what one policy did to a trace.

@@ -1,0 +1,358 @@
+package engine
+
+import (
+	"crypto/rand"
+	"encoding/binary"
+	"fmt"
+	"math"
+	"slices"
+	"sync"
+
+	"tuttifs/checksum"
+	"tuttifs/gio"
+	"tuttifs/ioctl"
+	"tuttifs/stripe"
+	"tuttifs/wear"
+)
+
+// keeper is a pool's part of the memory for blocks that were declined.
+//
+// A reservation's item that the mount declines is given a slot in the memory, where there is room, and is written like
+// any other. When all of its ranks are committed here it is there: for this session alone. Who pins it behind a prefix
+// reads it from the memory; that is its second touch, so it is reserved for the drives then, and if it is admitted it
+// is copied there by a goroutine of the keeper's, and forgotten here when it is durable there.
+//
+// Sums cover a seed that is new for each block, so that neither a slot that was not written whole nor one that was
+// given to another block is ever taken for what it is not: it is a miss.
+type keeper struct {
+	pool   *Pool
+	ring   func() gio.Executor
+	layout *stripe.Layout
+	memory []byte // the pool's part
+	first  uint64 // unit of the memory at which the part begins
+	perRow uint32 // slots
+	rows   []gio.MapRow
+	place  *gio.Map // of the rows alone
+	nonce  [8]byte
+
+	mu     sync.Mutex
+	index  *wear.Kept[*kept]
+	pins   map[uint64]*keptPin // by request
+	stores map[uint64][]*block // by reservation
+	made   uint64              // blocks, ever
+	queue  []*block            // that are to be copied to the drives
+	wake   chan struct{}       // has one when the queue is not empty
+	stats  KeepStats
+
+	staging []byte // the copies'
+	stop    chan struct{}
+	ended   chan struct{}
+}
+
+type block = wear.KeptBlock[*kept]
+
+// kept is what is known of a block.
+type kept struct {
+	item       Item
+	generation uint64
+	seed       checksum.Seed
+	ranks      []uint16 // that are committed
+	ready      bool     // all are
+	queued     bool     // it is to be copied to the drives, or is being
+}
+
+// keptPin is what a request has pinned.
+type keptPin struct {
+	blocks []*block
+	alone  bool // and nothing on the drives
+}
+
+// KeepStats are what a pool's memory for blocks that were declined holds and has done.
+type KeepStats struct {
+	Slots, Blocks uint64 // room for so many; how many are there now
+	SlotBytes     uint64
+	Declined      uint64 // blocks that the mount did not want on its drives
+	Kept          uint64 // of them committed into the memory
+	Hits          uint64 // blocks that were pinned there
+	Written       uint64 // of them copied to the drives then
+	Refused       uint64 // and declined once more
+	Evicted       uint64 // blocks that had to go for others
+	Bad           uint64 // whose bytes were not right any more
+}
+
+// keptRow is the number of the first row of the memory in a pool's map: beyond those of its drives.
+const keptRow = 1 << 16
+
+// newKeeper takes a part of the session's memory for a pool, nil where not one slot fits.
+func newKeeper(p *Pool, m *keptMemory, bytes int64, ring func() gio.Executor) (*keeper, error) {
+	l := p.layout
+	width, perRow := uint64(l.Width()), l.SlotsPerRow(p.entryUnits)
+	set := width * l.SlotUnits() * stripe.UnitBytes // so many slots as there are entries lie in it
+	from, n := m.share(bytes, int64(set))
+	slots := uint64(n) / set * width
+	if slots == 0 {
+		return nil, nil
+	}
+	if uint64(keptRow)*uint64(perRow)+slots > math.MaxUint32 {
+		return nil, fmt.Errorf("%w: %d slots to keep, behind rows of %d", ErrInvalid, slots, perRow)
+	}
+	k := &keeper{
+		pool: p, ring: ring, layout: l, memory: m.drive.Bytes()[from : from+n : from+n],
+		first: uint64(from) / stripe.UnitBytes, perRow: perRow, index: wear.NewKept[*kept](uint32(slots)),
+		pins: map[uint64]*keptPin{}, stores: map[uint64][]*block{}, wake: make(chan struct{}, 1),
+		stop: make(chan struct{}), ended: make(chan struct{}),
+	}
+	k.stats.Slots, k.stats.SlotBytes = slots, l.SlotUnits()*stripe.UnitBytes
+	if _, err := rand.Read(k.nonce[:]); err != nil {
+		return nil, err
+	}
+	// Of each entry only as much is used as the row's slots take, so that entries lie closer than they are long.
+	unit := k.first
+	for row := uint64(0); row*uint64(perRow) < slots; row++ {
+		used := (min(uint64(perRow), slots-row*uint64(perRow)) + width - 1) / width * l.SlotUnits()
+		r := gio.MapRow{Number: keptRow + uint32(row)}
+		for range width {
+			r.Drives, r.Units = append(r.Drives, keptDrive), append(r.Units, unit)
+			unit += used
+		}
+		k.rows = append(k.rows, r)
+	}
+	var err error
+	k.place, err = gio.NewMap(l, p.entryUnits, k.rows, 0)
+	return k, err
+}
+
+// behind adds the memory's rows to those of the drives.
+func (k *keeper) behind(rows []gio.MapRow) ([]gio.MapRow, error) {
+	for i := range rows {
+		if rows[i].Number >= keptRow {
+			return nil, fmt.Errorf("%w: the pool has a row %d: so many leave no numbers for blocks that are kept; make the "+
+				"session without KeepBytes", ErrInvalid, rows[i].Number)
+		}
+	}
+	return append(rows, k.rows...), nil
+}
+
+// slot is the number of a place.
+func (k *keeper) slot(place uint32) uint32 { return keptRow*k.perRow + place }
+
+// owns says whether a slot is in the memory.
+func (k *keeper) owns(slot uint32) bool { return k != nil && slot/k.perRow >= keptRow }
+
+// find is a block that is there. mu is held.
+func (k *keeper) find(tenant uint32, key *Key) *block {
+	if b := k.index.Find(wear.KeptKey{Tenant: tenant, Key: *key}); b != nil && b.Value.ready {
+		return b
+	}
+	return nil
+}
+
+// peek is the length of the longest prefix of keys that is there.
+func (k *keeper) peek(tenant uint32, keys []Key) (n int) {
+	if k == nil {
+		return 0
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for n < len(keys) && k.find(tenant, &keys[n]) != nil {
+		n++
+	}
+	return n
+}
+
+// present adds to answers those of blocks that are there.
+func (k *keeper) present(tenant uint32, keys []Key, present []bool) {
+	if k == nil {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for i := range keys {
+		present[i] = present[i] || k.find(tenant, &keys[i]) != nil
+	}
+}
+
+// pin leases the longest prefix of keys that is there, of what follows those that were found on the drives. It is the
+// blocks' second touch.
+func (k *keeper) pin(tenant uint32, request uint64, keys []Key, grants []Grant, onDrives int) (n int) {
+	if k == nil {
+		return 0
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	p := k.pins[request]
+	if p == nil {
+		p = &keptPin{alone: onDrives == 0}
+		for i := range keys {
+			b := k.find(tenant, &keys[i])
+			if b == nil {
+				break
+			}
+			k.index.Hold(b)
+			k.index.Use(b)
+			p.blocks = append(p.blocks, b)
+			k.copies(b)
+		}
+		if len(p.blocks) == 0 {
+			return 0
+		}
+		k.pins[request] = p
+		k.stats.Hits += uint64(len(p.blocks))
+	}
+	for n = 0; n < min(len(p.blocks), len(keys)) && p.blocks[n].Key.Key == keys[n]; n++ {
+		grants[n] = k.grant(p.blocks[n], ioctl.GrantPinned)
+	}
+	return n
+}
+
+func (k *keeper) grant(b *block, status uint8) Grant {
+	v := b.Value
+	return Grant{Slot: k.slot(b.Place), Status: status, Tokens: v.item.Tokens, Generation: v.generation, Seed: v.seed}
+}
+
+// copies queues a block to be copied to the drives. mu is held.
+func (k *keeper) copies(b *block) {
+	if b.Value.queued {
+		return
+	}
+	b.Value.queued = true
+	k.index.Hold(b)
+	k.queue = append(k.queue, b)
+	select {
+	case k.wake <- struct{}{}:
+	default:
+	}
+}
+
+// release ends a request's pins, and says whether it had none on the drives.
+func (k *keeper) release(request uint64) (alone bool) {
+	if k == nil {
+		return false
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	p := k.pins[request]
+	if p == nil {
+		return false
+	}
+	delete(k.pins, request)
+	for _, b := range p.blocks {
+		k.index.Release(b)
+	}
+	return p.alone
+}
+
+// reserve gives those of a reservation's items that were declined slots in the memory, as long as there are any; others
+// stay declined. What is there already is not written again.
+func (k *keeper) reserve(tenant uint32, reserve uint64, items []Item, grants []Grant) {
+	if k == nil {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for i := range items {
+		key := wear.KeptKey{Tenant: tenant, Key: items[i].Key}
+		b := k.index.Find(key)
+		switch {
+		case grants[i].Status == ioctl.GrantNew && b != nil && b.Value.ready:
+			k.index.Drop(b) // the drives will have it
+			continue
+		case grants[i].Status != ioctl.GrantDeclined:
+			continue
+		case b != nil && b.Value.ready:
+			k.index.Use(b)
+			grants[i] = k.grant(b, ioctl.GrantExists)
+			continue
+		case b != nil: // it is being written
+			if at := slices.Index(k.stores[reserve], b); at >= 0 {
+				grants[i] = k.grant(b, ioctl.GrantNew) // the same reservation, again
+			}
+			continue
+		}
+		k.stats.Declined++
+		if b = k.index.Put(key, nil); b == nil {
+			continue
+		}
+		k.made++
+		b.Value = &kept{item: items[i], generation: k.made}
+		copy(b.Value.seed[:], k.nonce[:])
+		binary.LittleEndian.PutUint64(b.Value.seed[8:], k.made)
+		k.index.Hold(b)
+		k.stores[reserve] = append(k.stores[reserve], b)
+		grants[i] = k.grant(b, ioctl.GrantNew)
+	}
+}
+
+// commit says that ranks of a reservation's blocks were written. When all are, the blocks are there.
+func (k *keeper) commit(reserve uint64, ranks []uint16) {
+	if k == nil {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	whole := false
+	for _, b := range k.stores[reserve] {
+		v := b.Value
+		for _, rank := range ranks {
+			if int(rank) < k.layout.Ranks() && !slices.Contains(v.ranks, rank) {
+				v.ranks = append(v.ranks, rank)
+			}
+		}
+		if whole = len(v.ranks) == k.layout.Ranks(); whole {
+			v.ready, v.ranks = true, nil
+			k.stats.Kept++
+			k.index.Release(b)
+		}
+	}
+	if whole {
+		delete(k.stores, reserve)
+	}
+}
+
+// abort gives a reservation's slots back.
+func (k *keeper) abort(reserve uint64) {
+	if k == nil {
+		return
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, b := range k.stores[reserve] {
+		k.index.Drop(b)
+		k.index.Release(b)
+	}
+	delete(k.stores, reserve)
+}
+
+// bad forgets a block whose bytes are not right.
+func (k *keeper) bad(slot uint32, generation uint64) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	for _, p := range k.pins {
+		for _, b := range p.blocks {
+			if k.slot(b.Place) == slot && b.Value.generation == generation {
+				k.spoiled(b)
+				return
+			}
+		}
+	}
+}
+
+// spoiled drops a block whose bytes are not right. mu is held.
+func (k *keeper) spoiled(b *block) {
+	if k.index.Find(b.Key) == b {
+		k.stats.Bad++
+	}
+	k.index.Drop(b)
+}
+
+// report is safe to call at any time.
+func (k *keeper) report() KeepStats {
+	if k == nil {
+		return KeepStats{}
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	s := k.stats
+	s.Blocks, s.Evicted = uint64(k.index.Len()), k.index.Evicted()
+	return s
+}
