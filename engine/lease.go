@@ -250,8 +250,8 @@ func (p *Pool) releaseParts(request uint64, parts int) error {
 
 // Reserve leases slots for writing: all or nothing, or a leading run with partial. It retries while space is being
 // freed, until the deadline. Items that the mount's admission policy does not want are granted as ioctl.GrantDeclined,
-// and not written; or as ioctl.GrantNew, where the session keeps them in host memory. Other ranks of the session join by
-// the same id; a join that fails changes nothing for them.
+// and not written; or as ioctl.GrantNew, where the session keeps them in host memory. Other ranks of the session join
+// by the same id; a join that fails changes nothing for them.
 func (p *Pool) Reserve(tenant uint32, reserve uint64, items []Item, partial bool, grants []Grant) (int, error) {
 	if len(grants) < len(items) {
 		return 0, fmt.Errorf("%w: %d grants for %d items", ErrInvalid, len(grants), len(items))

@@ -121,7 +121,8 @@ func verbOf(writePercent int) string {
 }
 
 // fioRounds are the turns of a step: one of ours and one of fio's each, in alternating order. Starting fio takes about
-// fioStart, for which the drive rests; before ours it rests as long, since who limits a drive lets it save up for bursts.
+// fioStart, for which the drive rests; before ours it rests as long, since who limits a drive lets it save up for
+// bursts.
 const (
 	fioRounds = 5
 	fioStart  = 400 * time.Millisecond
