@@ -185,6 +185,20 @@ class RoundTrip(Mounted):
             layers.move_all(3)
         self.assertEqual(caches[1].block(2, 7), Cache.content(2, 1))
 
+        # A pin of one request is all members' that repeat it: one that leaves takes it from nobody, one that releases
+        # it does so for all.
+        third = self.store.join(self.session.token, **SESSION)
+        pinned = [s.pool("ranks", IDENTITY, objects).pin(keys, request=77) for s in (self.session, joined, third)]
+        self.assertEqual([list(p) for p in pinned], [list(pinned[0])] * 3)
+        third.close()
+        self.volume.run("evict", self.volume.path, "ranks", "--all")
+        self.assertEqual(pools[0].peek(keys), 8)
+        pinned[1].release()
+        with self.assertRaises(tuttifs.NotFoundError):
+            pinned[0].release()
+        self.volume.run("evict", self.volume.path, "ranks", "--all")
+        self.assertEqual(pools[0].peek(keys), 0)
+
     def test_flat(self):
         """Layers at offsets of flat memory: the session's own, and any other."""
         keys = tuttifs.keys(PROMPT, 4)

@@ -114,16 +114,14 @@ class TuttifsTier(SecondaryTierManager):
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
     def present(self, keys: Sequence[bytes]) -> List[bool]:
-        """Which keys are stored. A peek finds the leading ones, and so the first that is not."""
-        found: List[bool] = []
+        """Which keys are stored."""
         end = self._attachment.get()
         try:
-            while end is not None and len(found) < len(keys):
-                n = end.pool.peek(keys[len(found):])
-                found += [True] * n + [False]
+            if end is not None:
+                return end.pool.present(keys)
         except Error as e:
             self._trouble(end, e)
-        return (found + [False] * len(keys))[:len(keys)]
+        return [False] * len(keys)
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._submit(self._storer, job_metadata, self._store)

@@ -164,8 +164,9 @@ class End(Mounted):
         self.shapes = [Shape.of(s.group, attached.file_tokens) for s in attached.pools]
         slot, half = max(s.slot_bytes for s in self.shapes), options.staging_bytes // 2
         # Who leads loads elsewhere, and who follows stores nothing.
-        loads, stores = half if rank.replica or rank.replicas == 1 else 0, 0 if rank.replica else half
-        cpu = device.type == "cpu"
+        leads = rank.replicas > 1 and not rank.replica
+        loads, stores = 0 if leads else half, 0 if rank.replica else half
+        cpu, bounce = device.type == "cpu", SHARED_BOUNCE if leads else BOUNCE
         self.leader: Optional[Leader] = None
         self.follower: Optional[Follower] = None
         self._slot = slot
@@ -175,8 +176,8 @@ class End(Mounted):
 
         def join(mount: Mount) -> Session:
             if cpu:
-                return mount.join(attached.token, dma_bytes=loads + stores + options.store_bytes + BOUNCE + RING,
-                                  bounce_bytes=BOUNCE, **more)
+                return mount.join(attached.token, dma_bytes=loads + stores + options.store_bytes + bounce + RING,
+                                  bounce_bytes=bounce, **more)
             return mount.join(attached.token, device, **more)
 
         def fill(session: Session) -> None:
@@ -198,21 +199,22 @@ class End(Mounted):
         try:
             if rank.replica:
                 self.follower = Follower(attached.token, rank.number)
-            elif rank.replicas > 1:
-                self._lead(options, attached, rank, half)
+            elif leads:
+                self._lead(options, attached, rank, half, cpu)
         except BaseException:
             self.close()
             raise
 
-    def _lead(self, options: Options, attached: Attached, rank: Rank, size: int) -> None:
-        """Loads go to shared memory, in a membership of its own: this one's executor may be a GPU."""
+    def _lead(self, options: Options, attached: Attached, rank: Rank, size: int, cpu: bool) -> None:
+        """Loads go to shared memory: where this membership's executor is a GPU, by another one."""
         self.leader = Leader(attached.token, rank.number, rank.replicas - 1, size)
-        self.reader = self.mount.join(attached.token, lanes=options.lanes, depth=options.depth,
-                                      dma_bytes=SHARED_BOUNCE + RING, bounce_bytes=SHARED_BOUNCE,
-                                      no_scheduler=not options.scheduler)
+        reader = self.session
+        if not cpu:
+            reader = self.reader = self.mount.join(attached.token, lanes=options.lanes, depth=options.depth,
+                                                   dma_bytes=SHARED_BOUNCE + RING, bounce_bytes=SHARED_BOUNCE)
+            self.load_pools = [open_pool(reader, s, options) for s in attached.pools]
         shared = torch.frombuffer(self.leader.memory, dtype=torch.uint8)
-        self.load_memory = self.reader.register_flat(shared)
-        self.load_pools = [open_pool(self.reader, s, options) for s in attached.pools]
+        self.load_memory = reader.register_flat(shared)
         self.loads = Slots(shared, 0, self._slot)
 
     def find(self) -> None:
