@@ -339,6 +339,10 @@ func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	m.drives = c.driveList()
 	block := uint64(nvme.QueueBytes(int(r.Depth)))
 	queues := ioctl.SessionPageBytes + uint64(r.Lanes)*uint64(len(m.drives))*block
+	if r.Mode == ioctl.ModeReal {
+		page := uint64(os.Getpagesize())
+		queues = (queues + uint64(len(m.drives))*uint64(unsafe.Sizeof(ioctl.DriveShare{})) + page - 1) &^ (page - 1)
+	}
 	entries := uint64(r.Lanes) * uint64(len(m.drives)) * uint64(r.Depth)
 	total := m.arena + queues + r.DMABytes + entries*entryCost
 	c.mu.Lock()

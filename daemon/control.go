@@ -19,6 +19,7 @@ import (
 	"tuttifs/ioctl"
 	"tuttifs/nvme/emu"
 	"tuttifs/nvme/vfio"
+	"tuttifs/phase"
 )
 
 // ControlOptions of NewControl. Zero fields take defaults.
@@ -120,7 +121,8 @@ type driveController struct {
 	name       string
 	lbaBytes   int
 	controller *emu.Controller
-	own        *vfio.Drive // nil where no driver of ours is behind it
+	own        *vfio.Drive  // nil where no driver of ours is behind it
+	phase      *phase.Token // nil where it has none
 }
 
 // Control answers the ABI of one mount: ioctls from fs (it is fs.Ioctler), attachments from the socket. It owns the
@@ -152,6 +154,9 @@ type Control struct {
 	connections map[*net.UnixConn]struct{}
 	strangers   map[uint32]int // connections that have not attached, by user
 	users       map[uint32]*usage
+
+	realMu sync.Mutex            // guards real, and what of members is in it
+	real   map[uint16]realCounts // of all members, by the drive's index
 
 	scratch sync.Pool // of *scratch
 }
@@ -207,7 +212,8 @@ func NewControl(store *gpufile.Store, o ControlOptions) (*Control, error) {
 	v := store.Volume()
 	info := v.Info()
 	c := &Control{o: o, store: store, nonce: info.Nonce, uuid: info.UUID, stop: make(chan struct{}),
-		handles: map[uint64]*handle{}, members: map[uint32]*member{}, sessions: map[uint32]*session{},
+		real: map[uint16]realCounts{}, handles: map[uint64]*handle{},
+		members: map[uint32]*member{}, sessions: map[uint32]*session{},
 		connections: map[*net.UnixConn]struct{}{}, strangers: map[uint32]int{},
 		users: map[uint32]*usage{}}
 	c.scratch.New = func() any { return new(scratch) }
@@ -269,7 +275,8 @@ func newController(d drive.Drive, index uint16, readOnly bool, o ControlOptions)
 	if use != nil && use.medium != nil || readOnly {
 		own = nil // queue pairs of its own would be as fast as it is, or could write to it
 	}
-	return driveController{index: index, name: d.Name(), lbaBytes: d.LBABytes(), controller: ctl, own: own}, nil
+	return driveController{index: index, name: d.Name(), lbaBytes: d.LBABytes(), controller: ctl, own: own,
+		phase: config.Phase}, nil
 }
 
 // evictionsMax bounds the evictions under way, each of which keeps up to 2 MiB of keys.
@@ -461,7 +468,7 @@ type MemberInfo struct {
 	UID      uint32 `json:"uid"`
 	PID      uint32 `json:"pid"`
 	Attached bool   `json:"attached"`
-	// Mode is "real" if the process has queue pairs of RealDrives' own, past the daemon and its phases; else "mediated".
+	// Mode is "real" if the process has queue pairs of RealDrives' own, past the daemon; else "mediated".
 	Mode       string    `json:"mode"`
 	RealDrives []uint16  `json:"real_drives,omitempty"`
 	Lanes      uint32    `json:"lanes"`

@@ -24,8 +24,7 @@ func (d *Daemon) stats() *StatsDocument {
 	doc := &StatsDocument{
 		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{},
 		Drives: map[string]IOStats{}, DriveErrors: map[string]DriveErrs{}, Phases: map[string]PhaseStats{},
-		Discards: map[string]DiscardStats{},
-		Engines:  map[string]EngineStats{},
+		Engines: map[string]EngineStats{}, Real: map[string]RealStats{},
 	}
 	for _, p := range d.store.Pools() {
 		s := newPoolStats(p.Stats())
@@ -53,7 +52,10 @@ func (d *Daemon) stats() *StatsDocument {
 	if e, ok := d.store.Expectation(); ok {
 		doc.Expectation = &e
 	}
-	info, real := d.volume.Info(), d.control.realPairs()
+	info, real := d.volume.Info(), d.control.RealIO()
+	for index, r := range real {
+		doc.Real[strconv.Itoa(int(index))] = r
+	}
 	for i := range info.Drives {
 		dr := &info.Drives[i]
 		doc.ReadErrors += dr.ReadErrors
@@ -68,10 +70,9 @@ func (d *Daemon) stats() *StatsDocument {
 		}
 		name := strconv.Itoa(int(dr.Index))
 		doc.DriveErrors[name] = e
-		doc.Discards[name] = newDiscardStats(dr)
 		if _, use := useOf(d.volume.Drive(dr.Index)); use != nil {
 			p := newPhaseStats(use.phase.Stats(time.Now()))
-			p.RealPairs = real[dr.Index]
+			p.RealPairs = int(real[dr.Index].Pairs)
 			doc.Phases[name] = p
 		}
 	}
@@ -79,7 +80,6 @@ func (d *Daemon) stats() *StatsDocument {
 		doc.Degraded = 1
 	}
 	doc.RowsAway = info.RowsUnavailable
-	doc.DiscardsWaiting, doc.DiscardsSpared = info.DiscardsWaiting, info.DiscardsSpared
 	doc.Transactions, doc.Checkpoints, doc.JournalUsed = info.Transactions, info.Checkpoints, info.JournalUsedBytes
 	return doc
 }
@@ -151,16 +151,6 @@ var driveMetrics = []metric[DriveErrs]{
 	counter("timeouts_total", "Operations that were given up.", func(s *DriveErrs) uint64 { return s.Timeouts }),
 }
 
-var discardMetrics = []metric[DiscardStats]{
-	gauge("discard_on", "1 while the drive is told what freed slots no longer hold.",
-		func(s *DiscardStats) uint64 { return s.On }),
-	counter("discard_commands_total", "Discards sent to the drive.", func(s *DiscardStats) uint64 { return s.Commands }),
-	counter("discarded_ranges_total", "Ranges of them; several a command where the drive takes that.",
-		func(s *DiscardStats) uint64 { return s.Ranges }),
-	counter("discarded_bytes_total", "Bytes of them.", func(s *DiscardStats) uint64 { return s.Bytes }),
-	counter("discard_failures_total", "Discards that failed.", func(s *DiscardStats) uint64 { return s.Failed }),
-}
-
 var phaseMetrics = []metric[PhaseStats]{
 	counter("mixed_commands_total", "Commands that began while others of the other direction were in flight; 0 while "+
 		"phases are on and the drive answers.", func(s *PhaseStats) uint64 { return s.Mixed }),
@@ -183,8 +173,21 @@ var phaseMetrics = []metric[PhaseStats]{
 		func(s *PhaseStats) float64 { return s.WriteLongest }},
 	{"write_wait_now_seconds", "For how long the write that waits longest has waited; 0 if none does.",
 		prometheus.GaugeValue, func(s *PhaseStats) float64 { return s.WriteAge }},
-	gauge("real_queue_pairs", "Queue pairs of the drive's own that engines have now; phases do not hold them back.",
+	gauge("real_queue_pairs", "Queue pairs of the drive's own that engines have now.",
 		func(s *PhaseStats) uint64 { return uint64(s.RealPairs) }),
+}
+
+var realMetrics = []metric[RealStats]{
+	counter("reads_total", "Read commands by queue pairs of the drive's own, as engines say.",
+		func(s *RealStats) uint64 { return s.Reads }),
+	counter("writes_total", "Write and flush commands by them.", func(s *RealStats) uint64 { return s.Writes }),
+	counter("read_bytes_total", "Bytes read by them.", func(s *RealStats) uint64 { return s.BytesRead }),
+	counter("written_bytes_total", "Bytes written by them.", func(s *RealStats) uint64 { return s.BytesWritten }),
+	counter("failed_reads_total", "Reads by them that failed.", func(s *RealStats) uint64 { return s.FailedReads }),
+	counter("failed_writes_total", "Writes and flushes by them that failed.",
+		func(s *RealStats) uint64 { return s.FailedWrites }),
+	counter("passed_by_total", "Times that an engine with queue pairs did not leave the drive to others when told.",
+		func(s *RealStats) uint64 { return s.PassedBy }),
 }
 
 // logValue is a figure of a drive's own log, 0 where it has none.
@@ -250,10 +253,6 @@ var volumeMetrics = []metric[StatsDocument]{
 		func(s *StatsDocument) uint64 { return s.Degraded }),
 	gauge("drives_lost", "Drives that are lost.", func(s *StatsDocument) uint64 { return s.DrivesLost }),
 	gauge("rows_unavailable", "Rows on lost drives.", func(s *StatsDocument) uint64 { return s.RowsAway }),
-	gauge("discards_waiting_slots", "Freed slots that are not handed out yet because of their discard.",
-		func(s *StatsDocument) uint64 { return s.DiscardsWaiting }),
-	counter("discards_spared_slots_total", "Freed slots that were handed out without a discard, because they were needed.",
-		func(s *StatsDocument) uint64 { return s.DiscardsSpared }),
 	counter("drive_read_errors_total", "Reads that a drive failed.",
 		func(s *StatsDocument) uint64 { return s.ReadErrors }),
 	counter("drive_write_errors_total", "Writes that a drive failed.",
@@ -295,11 +294,11 @@ func newCollector(d *Daemon) *collector {
 	for _, m := range driveMetrics {
 		describe("drive_"+m.name, m.help, "drive")
 	}
-	for _, m := range discardMetrics {
-		describe("drive_"+m.name, m.help, "drive")
-	}
 	for _, m := range phaseMetrics {
 		describe("drive_phase_"+m.name, m.help, "drive")
+	}
+	for _, m := range realMetrics {
+		describe("drive_real_"+m.name, m.help, "drive")
 	}
 	for _, m := range slices.Concat(wearMetrics, placementMetrics) {
 		describe("drive_"+m.name, m.help, "drive")
@@ -339,11 +338,11 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	for index, errs := range s.DriveErrors {
 		emit(c, out, driveMetrics, "drive_", &errs, index)
 	}
-	for index, d := range s.Discards {
-		emit(c, out, discardMetrics, "drive_", &d, index)
-	}
 	for index, p := range s.Phases {
 		emit(c, out, phaseMetrics, "drive_phase_", &p, index)
+	}
+	for index, r := range s.Real {
+		emit(c, out, realMetrics, "drive_real_", &r, index)
 	}
 	for index, w := range s.Wear {
 		emit(c, out, wearMetrics, "drive_", &w, index)

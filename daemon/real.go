@@ -103,8 +103,9 @@ func (m *member) handOver(fds *descriptors) error {
 		return err
 	}
 	m.leases.Vouch(indices)
+	shares := m.shareDrives()
 	m.use.Lock()
-	m.shared.real = indices
+	m.shared.real, m.shared.shares = indices, shares
 	m.use.Unlock()
 	return nil
 }
@@ -281,17 +282,4 @@ func (s *shared) mode() string {
 		return "real"
 	}
 	return "mediated"
-}
-
-// realPairs counts the queue pairs of drives' own that engines have, by the drive's index.
-func (c *Control) realPairs() map[uint16]int {
-	n := map[uint16]int{}
-	for _, m := range c.liveMembers() {
-		m.use.RLock()
-		for _, index := range m.shared.real {
-			n[index] += int(m.shared.lanes)
-		}
-		m.use.RUnlock()
-	}
-	return n
 }

@@ -102,16 +102,23 @@ func (p *pair) submit(e nvme.SQE) {
 func (p *pair) do(e nvme.SQE) (status nvme.Status) {
 	p.t.Helper()
 	p.submit(e)
-	require.Eventually(p.t, func() bool {
-		_, s, ok := p.memory.CQ[p.cq].Poll(p.phase)
-		status = s
+	require.Eventually(p.t, func() (ok bool) {
+		status, ok = p.completion()
 		return ok
 	}, 10*time.Second, 100*time.Microsecond)
+	return status
+}
+
+// completion takes the next completion, if it is in.
+func (p *pair) completion() (status nvme.Status, ok bool) {
+	if _, status, ok = p.memory.CQ[p.cq].Poll(p.phase); !ok {
+		return 0, false
+	}
 	if p.cq++; p.cq == uint32(len(p.memory.CQ)) {
 		p.cq, p.phase = 0, p.phase^1
 	}
 	nvme.StoreRegister(p.head, p.cq)
-	return status
+	return status, true
 }
 
 // unitAt is the command that moves one unit of a drive by the first page of DMA memory.
@@ -168,7 +175,7 @@ func TestRealIsForTheTrusted(t *testing.T) {
 			infos := w.control.Members()
 			require.Equal(t, []string{"mediated", "real"}, []string{infos[0].Mode, infos[1].Mode})
 			require.Equal(t, []uint16{0}, infos[1].RealDrives)
-			require.Equal(t, map[uint16]int{0: 2}, w.control.realPairs())
+			require.Equal(t, map[uint16]RealStats{0: {Pairs: 2}}, w.control.RealIO())
 		})
 	}
 	for _, bad := range []string{"", "yes", "-1", "4294967296", "root"} {

@@ -66,8 +66,9 @@ type shared struct {
 	arena, queues, dma []byte
 	inode              uint64 // of the arena's memfd
 	lanes, depth       uint32
-	real               []uint16 // drives whose own queue pairs it was given
-	total              uint64   // bytes charged against SharedBytesMax
+	real               []uint16      // drives whose own queue pairs it was given
+	shares             []*driveShare // of those
+	total              uint64        // bytes charged against SharedBytesMax
 }
 
 // lane is one queue pair a drive: a virtual controller's, or the drive's own. Both are nil while quiesced.
@@ -153,6 +154,7 @@ func (m *member) takeDown(why string) {
 		p.Stop()
 		<-p.done
 	}
+	m.closeShares()
 	m.leases.Close()
 	free := m.unmapReal()
 	m.use.Lock()
@@ -394,8 +396,12 @@ func (m *member) blockAt(lane, d int) (off, n int) {
 // startPollers starts the threads that serve the member's queues. The caller holds setup.
 func (m *member) startPollers() error {
 	for i := range min(m.c.o.Pollers, len(m.lanes)) {
-		p, err := emu.NewPoller(emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
-			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)})
+		c := emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
+			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)}
+		if i == 0 && len(m.shared.shares) > 0 {
+			c.Beside = m.stepShares
+		}
+		p, err := emu.NewPoller(c)
 		if err != nil {
 			return fmt.Errorf("daemon: poller: %w", err)
 		}

@@ -332,5 +332,8 @@ func (c *Control) engineWrites() map[uint16]uint64 {
 	for index, controller := range c.Controllers() {
 		out[index] = controller.Stats().BytesWritten
 	}
+	for index, r := range c.RealIO() {
+		out[index] += r.BytesWritten
+	}
 	return out
 }

@@ -1,8 +1,10 @@
 package engine
 
 import (
+	"encoding/json"
 	"fmt"
 	"os"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -29,6 +31,25 @@ func useSSDs(o *daemon.Options, where string) (err error) {
 
 var realMountOptions = SessionOptions{Lanes: 3, Depth: 32, DMABytes: 8 << 20, BounceBytes: 2 << 20,
 	Deadline: 20 * time.Second, Real: true}
+
+// checkReal: what went by queue pairs of the SSDs is counted, and met nothing of the other direction.
+func (v *volume) checkReal() {
+	v.t.Helper()
+	b, err := os.ReadFile(filepath.Join(v.mount(), ".tuttifs", "stats"))
+	require.NoError(v.t, err)
+	var doc daemon.StatsDocument
+	require.NoError(v.t, json.Unmarshal(b, &doc))
+	require.Len(v.t, doc.Real, 3)
+	for index, r := range doc.Real {
+		require.Positive(v.t, r.BytesRead, index)
+		require.Positive(v.t, r.BytesWritten, index)
+		require.GreaterOrEqual(v.t, r.BytesRead, 4096*r.Reads)
+		require.Positive(v.t, r.Pairs)
+		require.Zero(v.t, r.FailedReads+r.FailedWrites+r.PassedBy)
+		require.Zero(v.t, doc.Phases[index].Mixed)
+		require.GreaterOrEqual(v.t, doc.Wear[index].PayloadWritten, r.BytesWritten)
+	}
+}
 
 // TestMountReal: an engine on queue pairs of SSDs stores and restores, direct and bounced, beside one that is mediated;
 // and it outlives its daemon.
@@ -58,6 +79,7 @@ func TestMountReal(t *testing.T) {
 	require.ErrorIs(t, err, ErrInvalid)
 	require.ErrorContains(t, err, "commands of 131072")
 
+	v.checkReal()
 	_ = u.session.Close()
 	u = newUser(t, v, realMountOptions, nil)
 	u.restore(1, 0, direct, true)
@@ -100,6 +122,7 @@ func TestGPUProcessRealPairs(t *testing.T) {
 			more, moreItems := chain(2, 9)
 			cpu.store(2, more, moreItems, true)
 			gpu.restoreToDevice(4, 1, more)
+			v.checkReal()
 			v.kill()
 			require.Eventually(t, func() bool {
 				_, err := gpu.session.Ring().Issue(false, gpu.pool.Map(), nil)

@@ -344,9 +344,8 @@ func (s *Session) build(o SessionOptions) error {
 			return s.lane(lane) // where queue pairs are an SSD's own, they have other doorbells now
 		},
 	}
-	mediated := func(q gio.Queue) bool { return !q.Device }
-	if !slices.ContainsFunc(slices.Concat(s.queues...), mediated) {
-		config.Armed, config.Wake = nil, nil // the daemon has nothing to poll
+	if !s.served() {
+		config.Armed, config.Wake = nil, nil
 	}
 	if s.gpu.context != nil {
 		// A request waits for its trailers before anything else: room for a thousand and more at a time.
@@ -370,6 +369,19 @@ func (s *Session) quiesce(lane int) error {
 	return err
 }
 
+// served says whether somebody polls for what is in flight: serves queues, or keeps drives' phases.
+func (s *Session) served() bool {
+	if s.kept != nil {
+		return true
+	}
+	for d := range int(s.attach.Reply.Drives) {
+		if share := s.attach.Share(d); share == nil || share.Phased() {
+			return true
+		}
+	}
+	return false
+}
+
 // lane is the queue pairs of a lane as they are now.
 func (s *Session) lane(l int) ([]gio.Queue, error) {
 	r := &s.attach.Reply
@@ -386,7 +398,7 @@ func (s *Session) lane(l int) ([]gio.Queue, error) {
 		}
 		if tail != nil {
 			lane[d].Memory.SQTail, lane[d].Memory.CQHead = tail, head
-			lane[d].Device, lane[d].Namespace = true, s.attach.DriveBells(d).NSID
+			lane[d].Device, lane[d].Namespace, lane[d].Gate = true, s.attach.DriveBells(d).NSID, s.attach.Share(d)
 			place := s.attach.DrivePlacement(d)
 			lane[d].Directive = gio.Directive{Type: uint8(place.Type), Specific: place.Specific}
 		}

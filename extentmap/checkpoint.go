@@ -682,19 +682,16 @@ func (v *Volume) writeSuperblock(super *ondisk.Superblock) error {
 func (v *Volume) freeLimbo(rows []*row) {
 	for _, r := range rows {
 		p := r.pool
-		var late lateDiscards
 		for i, d := range r.drives {
-			late = append(late, v.discards.discard(v.member(d), []drive.Range{rangeOf(r.units[i], p.entryUnits)})...)
+			v.discards.discard(v.member(d), r.units[i], p.entryUnits)
 		}
-		late.then(func() {
-			v.mu.Lock()
-			v.giveBack(p, r)
-			p.numbers[r.number/64] &^= 1 << (r.number % 64)
-			v.catalogBytes -= ondisk.RowEntrySize(v.width)
-			v.limboSegments -= p.rowSegments()
-			v.mu.Unlock()
-			r.dropDone(nil)
-		})
+		v.mu.Lock()
+		v.giveBack(p, r)
+		p.numbers[r.number/64] &^= 1 << (r.number % 64)
+		v.catalogBytes -= ondisk.RowEntrySize(v.width)
+		v.limboSegments -= p.rowSegments()
+		v.mu.Unlock()
+		r.dropDone(nil)
 	}
 }
 

@@ -288,7 +288,7 @@ func (th *ioThread) launchBuild(t *gpuTicket, from, to int, now int64) error {
 func (l *gpuLane) next(d int) uint32 {
 	q := &l.queues[d]
 	next := q.tail + l.built[d]
-	if l.state == laneLoading { // the active chunk is not rung yet
+	if l.state == laneLoading || q.held { // the active chunk is not rung yet
 		next += q.count
 	}
 	return next & q.mask

@@ -214,7 +214,7 @@ func (l *gpuLane) hand(now int64) {
 	}
 	g.thread.issued(c, now)
 	g.arm()
-	l.advanceTails()
+	l.advanceTails(c.t.write)
 	g.thread.rang = true
 	l.deadline = now + int64(g.config.Deadline)
 	s := &g.stats
@@ -240,6 +240,9 @@ func (l *gpuLane) finish(now int64) {
 			drive := l.g.config.Lanes[l.number][d].Drive
 			l.fail(fmt.Errorf("%w: lane %d drive %d: %w", ErrProtocol, l.number, drive, err))
 			return
+		}
+		if n > 0 && q.gate != nil {
+			q.gate.Fail(l.write, uint64(n))
 		}
 		bad += n
 	}
@@ -361,6 +364,7 @@ func (l *gpuLane) help() (moved bool) {
 	c := l.active
 	if c != nil {
 		g.disarm()
+		l.forgo(h.err == nil)
 	}
 	for d := range l.queues {
 		q := &l.queues[d]
@@ -439,6 +443,7 @@ func (l *gpuLane) drop() (moved bool) {
 	if c := l.active; c != nil {
 		if l.state == laneRung {
 			g.disarm()
+			l.forgo(false)
 		}
 		l.active = nil
 		if !c.listed {

@@ -37,7 +37,9 @@ type lane struct {
 // laneQueues are the queue pairs of a lane and what of its chunk is outstanding.
 type laneQueues struct {
 	queues  []laneQueue
-	pending int // queues that have commands of the chunk and whose last entry is not in
+	pending int  // queues that have commands of the chunk and whose last entry is not in
+	write   bool // the chunk's direction
+	held    int  // queues that are held
 }
 
 // laneQueue is one queue pair as the executor sees it. Tail, head and phase are private: what stands in shared memory
@@ -51,6 +53,7 @@ type laneQueue struct {
 	device         bool  // doorbells are registers
 	namespace      uint32
 	directive      Directive
+	gate           Gate // nil: nothing is asked
 	tail, head     uint32
 	phase          uint32 // of the entry at head
 
@@ -60,6 +63,7 @@ type laneQueue struct {
 	count   uint32 // commands of the chunk
 	units   uint32 // that they move
 	arrived bool
+	held    bool // it may not begin yet
 	slots   []command
 }
 
@@ -79,7 +83,7 @@ func (q *laneQueue) attach(c *Queue) {
 		sq: c.Memory.SQ, cq: c.Memory.CQ, sqTail: c.Memory.SQTail, cqHead: c.Memory.CQHead,
 		mask: uint32(depth - 1), lbaShift: uint8(bits.TrailingZeros(uint(pageBytes / c.LBABytes))), phase: 1,
 		firstID: q.firstID, slots: make([]command, depth), device: c.Device, namespace: max(c.Namespace, 1),
-		directive: c.Directive,
+		directive: c.Directive, gate: c.Gate,
 	}
 }
 
@@ -122,6 +126,7 @@ func (l *lane) start() bool {
 	}
 	l.ticket, l.busy, l.errors = t, true, 0
 	l.deadline = time.Now().Add(r.config.Deadline)
+	r.keeper.add(1)
 	l.ringDoorbells()
 	return true
 }
@@ -249,17 +254,17 @@ func (l *lane) scatter(t *ringTicket) {
 // ringDoorbells rings the doorbell of every queue that has commands, once.
 func (l *lane) ringDoorbells() {
 	l.ring.arm()
-	l.advanceTails()
+	l.advanceTails(l.ticket.write)
 	l.ring.wakeUp()
 }
 
-// advanceTails hands the chunk's commands to the controllers.
-func (l *laneQueues) advanceTails() {
+// advanceTails hands the chunk's commands to the controllers, but for those that their drives' phases hold back.
+func (l *laneQueues) advanceTails(write bool) {
+	l.write = write
 	for d := range l.queues {
 		if q := &l.queues[d]; q.count > 0 {
-			q.tail = (q.tail + q.count) & q.mask
 			q.arrived = false
-			q.ring(q.sqTail, q.tail)
+			l.attempt(q)
 		}
 	}
 }
@@ -293,6 +298,9 @@ func (l *laneQueues) arrived() bool {
 	if l.pending == 0 {
 		return true
 	}
+	if l.held > 0 {
+		l.attemptHeld()
+	}
 	for d := range l.queues {
 		q := &l.queues[d]
 		if q.count == 0 || q.arrived {
@@ -300,13 +308,14 @@ func (l *laneQueues) arrived() bool {
 		}
 		at := q.head + q.count - 1
 		phase := q.phase ^ at>>bits.TrailingZeros32(q.mask+1)&1
-		if lastWord(&q.cq[at&q.mask])>>16&1 != phase {
+		switch {
+		case !q.held && lastWord(&q.cq[at&q.mask])>>16&1 == phase:
+			l.leave(q)
+		case q.gate == nil:
 			return false // the others are looked at when this one is in
 		}
-		q.arrived = true
-		l.pending--
 	}
-	return true
+	return l.pending == 0
 }
 
 // finish matches every entry of an arrived chunk, gives the outcomes and frees the lane.
@@ -321,6 +330,9 @@ func (l *lane) finish() {
 			drive := l.ring.config.Lanes[l.number][d].Drive
 			_ = l.fail(fmt.Errorf("%w: lane %d drive %d: %w", ErrProtocol, l.number, drive, err))
 			return
+		}
+		if bad > 0 && q.gate != nil {
+			q.gate.Fail(l.write, uint64(bad))
 		}
 		l.errors += bad
 	}
@@ -414,6 +426,7 @@ func (l *lane) release(t *ringTicket) {
 		l.ring.writing.Add(-1)
 	}
 	l.ring.disarm()
+	l.ring.keeper.add(-1)
 	t.countOff(int64(n))
 }
 
@@ -432,6 +445,7 @@ func (l *lane) fail(cause error) error {
 		l.drop(err)
 		return err
 	}
+	l.forgo(true)
 	l.failChunk(cause)
 	err := cause
 	if !errors.Is(cause, ErrClosed) {
@@ -460,6 +474,7 @@ func (l *lane) gone(err error) {
 // drop ends the lane and its chunk without quiescing: the ring is broken.
 func (l *lane) drop(err error) {
 	if l.busy {
+		l.forgo(false)
 		l.failChunk(err)
 	}
 	if !l.dead {

@@ -32,11 +32,13 @@ func page(n int) []byte {
 	return b[skip : skip+n]
 }
 
-func newHand(t testing.TB, depth int) *hand {
+func newHand(t testing.TB, depth int) *hand { return newGatedHand(t, depth, nil) }
+
+func newGatedHand(t testing.TB, depth int, gate Gate) *hand {
 	h := &hand{t: t, block: page(nvme.QueueBytes(depth))}
 	memory, err := nvme.MapQueue(h.block, depth)
 	require.NoError(t, err)
-	h.queue = Queue{Memory: memory, LBABytes: 4096}
+	h.queue = Queue{Memory: memory, LBABytes: 4096, Gate: gate}
 	h.ring, err = NewRing(RingConfig{
 		Lanes: [][]Queue{{h.queue}}, DMA: page(1 << 20), DMABase: 1 << 30, Deadline: 50 * time.Millisecond,
 		Quiesce: func(int) error { h.calls++; return nil },
@@ -304,4 +306,48 @@ func TestLaneDirectives(t *testing.T) {
 	h.ring.lanes[0].queues[0].directive = Directive{Type: 2, Specific: [lifetime.Classes]uint16{5, 6, 7, 8}}
 	require.Equal(t, [][2]uint16{{2, 5}, {2, 8}, {2, 7}}, send(true))
 	require.Equal(t, none, send(false))
+}
+
+// handGate is opened by hand. It counts parts of chunks.
+type handGate struct{ open, wanted, flight, ended atomic.Int64 }
+
+func (g *handGate) Begin(bool, uint64) bool {
+	if g.open.Load() == 0 {
+		return false
+	}
+	g.flight.Add(1)
+	return true
+}
+
+func (g *handGate) End(_ bool, bytes, commands uint64) {
+	g.flight.Add(-1)
+	g.ended.Add(int64(commands))
+}
+
+func (g *handGate) Want(_ bool, n int) { g.wanted.Add(int64(n)) }
+func (g *handGate) Fail(bool, uint64)  {}
+
+// TestKeeper: a chunk begins when it may, and ends when its completions are in, though nobody waits for it.
+func TestKeeper(t *testing.T) {
+	g := &handGate{}
+	h := newGatedHand(t, 16, g)
+	h.ring.config.Deadline = time.Minute
+	ticket := h.issue(3)
+	require.EqualValues(t, 1, g.wanted.Load())
+	require.Zero(t, atomic.LoadUint32(h.queue.Memory.SQTail), "held back")
+	g.open.Store(1)
+	require.Eventually(t, func() bool { return g.flight.Load() == 1 }, 10*time.Second, time.Millisecond)
+	require.EqualValues(t, 3, atomic.LoadUint32(h.queue.Memory.SQTail))
+	require.Zero(t, g.wanted.Load())
+	for _, id := range h.ids(3) {
+		h.post(id, 0)
+	}
+	require.Eventually(t, func() bool { return g.flight.Load() == 0 && ticket.Done() }, 10*time.Second, time.Millisecond)
+	require.EqualValues(t, 3, g.ended.Load())
+	g.open.Store(0)
+	h.issue(2)
+	require.EqualValues(t, 1, g.wanted.Load())
+	require.NoError(t, h.ring.Close())
+	require.Zero(t, g.wanted.Load()+g.flight.Load())
+	require.EqualValues(t, 3, g.ended.Load())
 }

@@ -19,6 +19,7 @@ type Queue struct {
 	Namespace uint32 // that its commands are for; 0 means 1
 	Directive Directive
 	Device    bool // the doorbells are registers of an SSD, not memory
+	Gate      Gate // of the drive, where its phase is not kept behind the queue; else nil
 }
 
 // RingConfig of an executor.
@@ -89,6 +90,7 @@ type Ring struct {
 	broken     atomic.Pointer[error]
 	flow       ringFlow
 	driver     storeDriver
+	keeper     keeper
 }
 
 // NewRing checks the configuration and lays the DMA memory out: bounce cells, PRP lists, scratch, the user's.
@@ -115,6 +117,9 @@ func NewRing(c RingConfig) (*Ring, error) {
 	}
 	r.wake = r.paceAgain
 	r.pacer.start(r.wake)
+	if c.gated() && c.Step == nil {
+		r.keeper.start(r)
+	}
 	return r, nil
 }
 
@@ -125,6 +130,7 @@ func (r *Ring) Close() error {
 	r.closed = true
 	r.mu.Unlock()
 	r.failQueued(ErrClosed)
+	r.keeper.end()
 	if r.store != nil {
 		r.store.fail(ErrClosed)
 		r.driver.end()

@@ -592,7 +592,7 @@ struct tuttifs_attach_reply {
 	uint32_t depth;
 	uint32_t drives;
 	uint64_t arena_bytes;
-	uint64_t queues_bytes; /* of the queue memory: TUTTIFS_SESSION_PAGE_BYTES + Lanes x Drives x QueueBlockBytes, rounded up to pages */
+	uint64_t queues_bytes; /* of the queue memory: TUTTIFS_SESSION_PAGE_BYTES, Lanes x Drives x QueueBlockBytes, DriveShares */
 	uint64_t queue_block_bytes; /* one queue pair; nvme.QueueBytes(Depth) */
 	uint64_t dma_bytes;
 	uint64_t dma_base;
@@ -647,6 +647,30 @@ TUTTIFS_SIZE(tuttifs_pair_bells, 8);
 
 /* TUTTIFS_PAIR_OFFSET is of a queue block, in its page of doorbells. */
 #define TUTTIFS_PAIR_OFFSET 256
+
+/* struct tuttifs_drive_share says how an engine shares a drive whose own queue pairs it has, since
+ * those pass the daemon by. Those of the drives lie one after the other behind the last queue block
+ * of a real attachment. Arrays are by direction: reads, writes. Chunks are what a lane has on the
+ * drive at a time. An engine whose chunk may begin, as it finds Grant, raises Flight and then looks
+ * at Grant again; if that is 0 now it lowers Flight and has begun nothing. One that may not begin
+ * raises Wanted until it has. The daemon sets Grant to 0 and then looks at Flight: so one of the
+ * two sees the other. It gives and takes Grant as its drive's phase says, and believes nothing but
+ * counts: who keeps others waiting is passed by. */
+struct tuttifs_drive_share {
+	uint32_t wanted[2]; /* by the engine: chunks that wait to begin */
+	uint32_t flight[2]; /* by the engine: chunks that have begun and not ended */
+	uint64_t write_bytes; /* by the engine: of the writes among them */
+	uint64_t commands[2]; /* by the engine: that have ended since it attached */
+	uint64_t bytes[2]; /* by the engine: that they moved */
+	uint64_t failed[2]; /* by the engine: of the commands, those with a bad status */
+	uint64_t reserved[7]; /* zero */
+	uint32_t grant[2];
+	uint64_t reserved2[15]; /* zero */
+};
+TUTTIFS_SIZE(tuttifs_drive_share, 256);
+
+/* TUTTIFS_GRANT_ALWAYS is the Grant of a drive that knows no phases. */
+#define TUTTIFS_GRANT_ALWAYS 0xffffffffu
 
 /* struct tuttifs_engine_counters lie at TUTTIFS_COUNTERS_OFFSET of the session page: what a
  * process's scheduler and store buffer have counted since it attached. The process stores each

@@ -62,7 +62,7 @@ type AttachReply struct {
 	Depth           uint32
 	Drives          uint32
 	ArenaBytes      uint64
-	QueuesBytes     uint64 // of the queue memory: SessionPageBytes + Lanes x Drives x QueueBlockBytes, rounded up to pages
+	QueuesBytes     uint64 // of the queue memory: SessionPageBytes, Lanes x Drives x QueueBlockBytes, DriveShares
 	QueueBlockBytes uint64 // one queue pair; nvme.QueueBytes(Depth)
 	DMABytes        uint64
 	DMABase         uint64
@@ -130,6 +130,31 @@ type PairBells struct {
 // PairOffset is of a queue block, in its page of doorbells.
 const PairOffset = 256
 
+// DriveShare says how an engine shares a drive whose own queue pairs it has, since those pass the daemon by. Those of
+// the drives lie one after the other behind the last queue block of a real attachment. Arrays are by direction: reads,
+// writes. Chunks are what a lane has on the drive at a time. An engine whose chunk may begin, as it finds Grant, raises
+// Flight and then looks at Grant again; if that is 0 now it lowers Flight and has begun nothing. One that may not begin
+// raises Wanted until it has.
+// The daemon sets Grant to 0 and then looks at Flight: so one of the two sees the other. It gives and takes
+// Grant as its drive's phase says, and believes nothing but counts: who keeps others waiting is passed by.
+type DriveShare struct {
+	_          structs.HostLayout
+	Wanted     [2]uint32 // by the engine: chunks that wait to begin
+	Flight     [2]uint32 // by the engine: chunks that have begun and not ended
+	WriteBytes uint64    // by the engine: of the writes among them
+	Commands   [2]uint64 // by the engine: that have ended since it attached
+	Bytes      [2]uint64 // by the engine: that they moved
+	Failed     [2]uint64 // by the engine: of the commands, those with a bad status
+	Reserved   [7]uint64 // zero
+	// Grant, by the daemon: bytes that the chunks in flight may have, and one that is larger may be alone; 0: none begins.
+	// GrantAlways is never taken back.
+	Grant     [2]uint32
+	Reserved2 [15]uint64 // zero
+}
+
+// GrantAlways is the Grant of a drive that knows no phases.
+const GrantAlways = 1<<32 - 1
+
 // EngineCounters lie at CountersOffset of the session page: what a process's scheduler and store buffer have counted
 // since it attached. The process stores each field at once, some times a second, Version last. The daemon shows them
 // with the session's and believes nothing of them. Later versions of the same number only add fields.
@@ -180,6 +205,11 @@ var ErrMessage = errors.New("ioctl: malformed attach message")
 // QueueOffset is where the queue pair of a lane and the d-th drive lies in the queue memory.
 func (r *AttachReply) QueueOffset(lane, d int) uint64 {
 	return SessionPageBytes + (uint64(lane)*uint64(r.Drives)+uint64(d))*r.QueueBlockBytes
+}
+
+// ShareOffset is where the DriveShare of the d-th drive lies in the queue memory of a real attachment.
+func (r *AttachReply) ShareOffset(d int) uint64 {
+	return r.QueueOffset(int(r.Lanes), 0) + uint64(d)*uint64(unsafe.Sizeof(DriveShare{}))
 }
 
 // NewAttachRequest fills the fixed fields.
@@ -240,7 +270,11 @@ func ParseAttachReply(b []byte) (AttachReply, error) {
 	if r.Mode > ModeReal {
 		return r, fmt.Errorf("%w: reply names mode %d", ErrMessage, r.Mode)
 	}
-	if need := r.QueueOffset(int(r.Lanes), 0); r.Errno == 0 && r.Kind == MessageAttach && need > r.QueuesBytes {
+	need := r.QueueOffset(int(r.Lanes), 0)
+	if r.Mode == ModeReal {
+		need = r.ShareOffset(int(r.Drives))
+	}
+	if r.Errno == 0 && r.Kind == MessageAttach && need > r.QueuesBytes {
 		return r, fmt.Errorf("%w: queues need %d bytes, reply names %d", ErrMessage, need, r.QueuesBytes)
 	}
 	return r, nil

@@ -284,6 +284,7 @@ func abiStructs() []reflect.Type {
 		reflect.TypeFor[Stats](), reflect.TypeFor[Event](), reflect.TypeFor[Events](), reflect.TypeFor[Ticket](),
 		reflect.TypeFor[Change](), reflect.TypeFor[Changes](), reflect.TypeFor[Present](),
 		reflect.TypeFor[AttachRequest](), reflect.TypeFor[AttachReply](), reflect.TypeFor[EngineCounters](),
+		reflect.TypeFor[DriveShare](),
 		reflect.TypeFor[DriveBells](), reflect.TypeFor[PairBells](),
 	}
 }

@@ -112,6 +112,18 @@ func (h *Holder) Begin(d Direction, bytes int) {
 	}
 }
 
+// Moved says that of what has begun, and was counted as one, something has ended: the drive moves.
+func (h *Holder) Moved(d Direction) {
+	h.touched = true
+	h.ended[d] = true
+}
+
+// WriteShare is how many bytes of writes this holder may have in flight beside the others that are in, for one who does
+// not tell each command. It is positive.
+func (h *Holder) WriteShare() int {
+	return writeBytesMax / int(max(1, inside(h.token.state.Load(), Write)))
+}
+
 // End is the end of a command: its bytes have moved, and where a modelled drive says when it completes, it is due.
 func (h *Holder) End(d Direction, bytes int) {
 	h.touched = true

@@ -60,6 +60,8 @@ type infoDocument struct {
 	// Phases are there for a mount.
 	Phases       map[string]daemon.PhaseStats `json:"phases,omitempty"` // by index
 	PhaseOptions *daemon.PhaseOptions         `json:"phase_options,omitempty"`
+	// Real is what engines did by queue pairs of the drives' own, by index.
+	Real map[string]daemon.RealStats `json:"real,omitempty"`
 	// Processes are engines', of a mount; each with its mode.
 	Processes []daemon.MemberInfo `json:"processes,omitempty"`
 
@@ -121,6 +123,7 @@ func mountInfo(dir string) (*infoDocument, error) {
 	}
 	doc.Drives, doc.Space, doc.Stats, doc.wear = drives.Drives, stats.Space, stats.Pools, stats.Wear
 	doc.Phases, doc.PhaseOptions, doc.Processes = stats.Phases, &options.Phases, sessions.Processes
+	doc.Real = stats.Real
 	return doc, nil
 }
 
@@ -204,6 +207,7 @@ func (d *infoDocument) print(e *env) {
 	}
 	d.printPhases(e)
 	d.printProcesses(e)
+	d.printReal(e)
 	if d.RowsUnavailable > 0 {
 		e.printf("%d rows are on lost drives; their files are misses until 'tuttifs drive add' brings the drives back\n",
 			d.RowsUnavailable)
@@ -268,11 +272,26 @@ func (d *infoDocument) printProcesses(e *env) {
 		fmt.Fprintf(w, "%d\t%d\t%d\t%s\t%d\t%s\n", p.Session, p.PID, p.UID, mode, p.Lanes, humanBytes(p.DMABytes))
 	}
 	w.Flush()
-	for _, dr := range d.Drives {
-		if n := d.Phases[strconv.Itoa(int(dr.Index))].RealPairs; n > 0 {
-			e.printf("drive %d: phases do not hold back what goes by %d real queue pairs\n", dr.Index, n)
-		}
+}
+
+// printReal shows what engines did by queue pairs of the drives' own.
+func (d *infoDocument) printReal(e *env) {
+	if len(d.Real) == 0 {
+		return
 	}
+	e.printf("\nqueue pairs of the drives' own, as engines say:\n")
+	w := table(e.stdout)
+	fmt.Fprintf(w, "DRIVE\tPAIRS\tREADS\tREAD\tWRITES\tWRITTEN\tFAILED\tPASSED BY\n")
+	for i := range d.Drives {
+		name := strconv.Itoa(int(d.Drives[i].Index))
+		r, ok := d.Real[name]
+		if !ok {
+			continue
+		}
+		fmt.Fprintf(w, "%s\t%d\t%d\t%s\t%d\t%s\t%d\t%d\n", name, r.Pairs, r.Reads, humanBytes(r.BytesRead), r.Writes,
+			humanBytes(r.BytesWritten), r.FailedReads+r.FailedWrites, r.PassedBy)
+	}
+	w.Flush()
 }
 
 func orDash(s string) string {

@@ -20,7 +20,7 @@ func TestLayout(t *testing.T) {
 		"Region": reflect.TypeFor[cuda.KernelRegion](), "Run": reflect.TypeFor[cuda.KernelRun](),
 		"Tables": reflect.TypeFor[cuda.KernelTables](), "Cells": reflect.TypeFor[cuda.KernelCells](),
 		"Chunk": reflect.TypeFor[cuda.KernelChunk](), "Queue": reflect.TypeFor[cuda.KernelQueue](),
-		"Count": reflect.TypeFor[cuda.KernelCount](),
+		"Count":       reflect.TypeFor[cuda.KernelCount](),
 		"BuildParams": reflect.TypeFor[cuda.BuildParams](), "Sums": reflect.TypeFor[cuda.SumsParams](),
 		"MoveParams": reflect.TypeFor[cuda.HarvestParams](), "Strided": reflect.TypeFor[cuda.StridedRun](),
 		"RegisterParams": reflect.TypeFor[cuda.RegisterParams](), "PollParams": reflect.TypeFor[cuda.PollParams](),

@@ -42,6 +42,8 @@ type PollerConfig struct {
 	Number uint32
 	// Spin before napping; 0 means 20 us.
 	Spin time.Duration
+	// Beside is work that the poller's thread does in each step; true asks for the next one within a nap.
+	Beside func(now time.Time) bool
 	// Share bounds the session's commands in system calls; nil shares what is no session's own.
 	Share *Share
 }
@@ -63,7 +65,7 @@ type Poller struct {
 	phases  []*drivePhase
 	now     time.Time  // when the step began
 	first   int        // of queues: which is served first
-	refused bool       // some queue waits for its drive's phase
+	refused bool       // some queue, or what is beside, waits for its drive's phase
 	blocked int        // commands that workers have
 	extra   func() int // the admin queue's own work, after all queues
 	closed  bool
@@ -152,6 +154,9 @@ func (p *Poller) step() int {
 	}
 	if p.ring != nil {
 		p.ring.submit()
+	}
+	if p.cfg.Beside != nil && p.cfg.Beside(start) {
+		p.refused = true
 	}
 	var end time.Time // asked for once, and only where it is needed
 	if busy > 0 {
