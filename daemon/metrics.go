@@ -25,6 +25,7 @@ func (d *Daemon) stats() *StatsDocument {
 		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{},
 		Drives: map[string]IOStats{}, DriveErrors: map[string]DriveErrs{}, Phases: map[string]PhaseStats{},
 		Engines: map[string]EngineStats{}, Real: map[string]RealStats{},
+		Discards: map[string]DiscardStats{},
 	}
 	for _, p := range d.store.Pools() {
 		s := newPoolStats(p.Stats())
@@ -70,6 +71,7 @@ func (d *Daemon) stats() *StatsDocument {
 		}
 		name := strconv.Itoa(int(dr.Index))
 		doc.DriveErrors[name] = e
+		doc.Discards[name] = newDiscardStats(dr)
 		if _, use := useOf(d.volume.Drive(dr.Index)); use != nil {
 			p := newPhaseStats(use.phase.Stats(time.Now()))
 			p.RealPairs = int(real[dr.Index].Pairs)
@@ -80,6 +82,7 @@ func (d *Daemon) stats() *StatsDocument {
 		doc.Degraded = 1
 	}
 	doc.RowsAway = info.RowsUnavailable
+	doc.DiscardsWaiting, doc.DiscardsSpared = info.DiscardsWaiting, info.DiscardsSpared
 	doc.Transactions, doc.Checkpoints, doc.JournalUsed = info.Transactions, info.Checkpoints, info.JournalUsedBytes
 	return doc
 }
@@ -149,6 +152,16 @@ var driveMetrics = []metric[DriveErrs]{
 	counter("failed_reads_total", "Reads that failed.", func(s *DriveErrs) uint64 { return s.Reads }),
 	counter("failed_writes_total", "Writes and flushes that failed.", func(s *DriveErrs) uint64 { return s.Writes }),
 	counter("timeouts_total", "Operations that were given up.", func(s *DriveErrs) uint64 { return s.Timeouts }),
+}
+
+var discardMetrics = []metric[DiscardStats]{
+	gauge("discard_on", "1 while the drive is told what freed slots no longer hold.",
+		func(s *DiscardStats) uint64 { return s.On }),
+	counter("discard_commands_total", "Discards sent to the drive.", func(s *DiscardStats) uint64 { return s.Commands }),
+	counter("discarded_ranges_total", "Ranges of them; several a command where the drive takes that.",
+		func(s *DiscardStats) uint64 { return s.Ranges }),
+	counter("discarded_bytes_total", "Bytes of them.", func(s *DiscardStats) uint64 { return s.Bytes }),
+	counter("discard_failures_total", "Discards that failed.", func(s *DiscardStats) uint64 { return s.Failed }),
 }
 
 var phaseMetrics = []metric[PhaseStats]{
@@ -253,6 +266,10 @@ var volumeMetrics = []metric[StatsDocument]{
 		func(s *StatsDocument) uint64 { return s.Degraded }),
 	gauge("drives_lost", "Drives that are lost.", func(s *StatsDocument) uint64 { return s.DrivesLost }),
 	gauge("rows_unavailable", "Rows on lost drives.", func(s *StatsDocument) uint64 { return s.RowsAway }),
+	gauge("discards_waiting_slots", "Freed slots that are not handed out yet because of their discard.",
+		func(s *StatsDocument) uint64 { return s.DiscardsWaiting }),
+	counter("discards_spared_slots_total", "Freed slots that were handed out without a discard, because they were needed.",
+		func(s *StatsDocument) uint64 { return s.DiscardsSpared }),
 	counter("drive_read_errors_total", "Reads that a drive failed.",
 		func(s *StatsDocument) uint64 { return s.ReadErrors }),
 	counter("drive_write_errors_total", "Writes that a drive failed.",
@@ -292,6 +309,9 @@ func newCollector(d *Daemon) *collector {
 		describe("drive_io_"+m.name, m.help, "drive")
 	}
 	for _, m := range driveMetrics {
+		describe("drive_"+m.name, m.help, "drive")
+	}
+	for _, m := range discardMetrics {
 		describe("drive_"+m.name, m.help, "drive")
 	}
 	for _, m := range phaseMetrics {
@@ -337,6 +357,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for index, errs := range s.DriveErrors {
 		emit(c, out, driveMetrics, "drive_", &errs, index)
+	}
+	for index, d := range s.Discards {
+		emit(c, out, discardMetrics, "drive_", &d, index)
 	}
 	for index, p := range s.Phases {
 		emit(c, out, phaseMetrics, "drive_phase_", &p, index)

@@ -120,7 +120,25 @@ func (m *mountedDrive) WriteZeroes(off, n int64) error {
 }
 
 func (m *mountedDrive) Discard(off, n int64) error {
-	return m.during(phase.Data, phase.Write, 0, func() error { return m.Drive.Discard(off, n) })
+	_, err := m.DiscardRanges([]drive.Range{{Off: off, N: n}})
+	return err
+}
+
+// DiscardRanges asks for a turn for every command, which reads need not wait long for.
+func (m *mountedDrive) DiscardRanges(ranges []drive.Range) (commands int, err error) {
+	each := 1
+	if m.Kind() == drive.NVMe {
+		each = drive.DiscardRangesMax
+	}
+	for len(ranges) > 0 && err == nil {
+		k, n := min(each, len(ranges)), 0
+		err = m.during(phase.Data, phase.Write, 0, func() (err error) {
+			n, err = drive.DiscardRanges(m.Drive, ranges[:k])
+			return err
+		})
+		ranges, commands = ranges[k:], commands+n
+	}
+	return commands, err
 }
 
 // during runs a transfer in its phase, for as long as a modelled drive would take at least.

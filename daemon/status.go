@@ -240,6 +240,10 @@ type StatsDocument struct {
 	RowsAway      uint64               `json:"rows_unavailable"`
 	DriveErrors   map[string]DriveErrs `json:"drive_errors"` // by index
 	Wear          map[string]DriveWear `json:"wear"`         // likewise
+	// Discards are what drives were told of freed slots, by index; slots that wait for that, or were handed out without.
+	Discards        map[string]DiscardStats `json:"discards"`
+	DiscardsWaiting uint64                  `json:"discards_waiting"`
+	DiscardsSpared  uint64                  `json:"discards_spared"`
 	// Phases are those of the drives in use, by index.
 	Phases map[string]PhaseStats `json:"phases"`
 	// Real is what engines did by queue pairs of the drives' own, by index: those of which any ever had one.
@@ -258,6 +262,24 @@ type DriveErrs struct {
 	Reads    uint64 `json:"reads"`
 	Writes   uint64 `json:"writes"`
 	Timeouts uint64 `json:"timeouts"`
+}
+
+// DiscardStats are what one drive was told since the mount of what freed slots no longer hold.
+type DiscardStats struct {
+	On       uint64 `json:"on"` // 1 while it is told
+	Commands uint64 `json:"commands"`
+	Ranges   uint64 `json:"ranges"`
+	Bytes    uint64 `json:"bytes"`
+	Failed   uint64 `json:"failed"` // commands
+}
+
+func newDiscardStats(d *extentmap.DriveInfo) DiscardStats {
+	s := DiscardStats{Commands: d.Discards.Commands, Ranges: d.Discards.Ranges, Bytes: d.Discards.Bytes,
+		Failed: d.Discards.Failed}
+	if d.Discard {
+		s.On = 1
+	}
+	return s
 }
 
 // PhaseStats are one drive's read/write phases since the mount. Reads and writes that were let in at once have not

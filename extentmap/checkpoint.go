@@ -682,16 +682,19 @@ func (v *Volume) writeSuperblock(super *ondisk.Superblock) error {
 func (v *Volume) freeLimbo(rows []*row) {
 	for _, r := range rows {
 		p := r.pool
+		var late lateDiscards
 		for i, d := range r.drives {
-			v.discards.discard(v.member(d), r.units[i], p.entryUnits)
+			late = append(late, v.discards.discard(v.member(d), []drive.Range{rangeOf(r.units[i], p.entryUnits)})...)
 		}
-		v.mu.Lock()
-		v.giveBack(p, r)
-		p.numbers[r.number/64] &^= 1 << (r.number % 64)
-		v.catalogBytes -= ondisk.RowEntrySize(v.width)
-		v.limboSegments -= p.rowSegments()
-		v.mu.Unlock()
-		r.dropDone(nil)
+		late.then(func() {
+			v.mu.Lock()
+			v.giveBack(p, r)
+			p.numbers[r.number/64] &^= 1 << (r.number % 64)
+			v.catalogBytes -= ondisk.RowEntrySize(v.width)
+			v.limboSegments -= p.rowSegments()
+			v.mu.Unlock()
+			r.dropDone(nil)
+		})
 	}
 }
 

@@ -2,36 +2,59 @@ package extentmap
 
 import (
 	"errors"
+	"slices"
 	"sort"
 	"sync"
+	"time"
 
 	"tuttifs/drive"
 	"tuttifs/extentmap/ondisk"
 )
 
-// discardQueueMax bounds the slots that wait for their discard. Discards are advice to the drive: beyond the bound
-// slots are handed out again without.
-const discardQueueMax = 1 << 14
+const (
+	// discardQueueMax bounds the slots that wait for their discard. Discards are advice to the drive: beyond the bound
+	// slots are handed out again without.
+	discardQueueMax = 1 << 14
+	// discardGather is how long freed slots wait for others to go with them, and discardSlots how many are enough.
+	discardGather = 200 * time.Millisecond
+	discardSlots  = 256
+	// discardUnits bounds what one command is about, so that none keeps a drive for long.
+	discardUnits = 1 << 30 / ondisk.BlockBytes
+)
 
-// discarder tells the drives what freed slots no longer hold, in the background. A slot is allocatable only
-// afterwards, so that a late discard never meets new bytes.
+// discarder tells the drives what freed slots no longer hold, in the background: many slots at a time, whose neighbours
+// are joined, and many ranges a command where the drive takes that. A slot comes here when its freeing is durable, and
+// with that no lease on it is left; it is allocatable only when the discard has ended, so that a late one never meets
+// new bytes. Whoever needs slots at once is given those that still wait, without: they are written anew, which tells the
+// drive as much. A crash loses what was waiting; nothing depends on it.
 type discarder struct {
-	v    *Volume
-	on   [ondisk.MaxDrives]bool
-	any  bool
-	mu   sync.Mutex
-	cond *sync.Cond
-	wait []pending
-	n    int
-	stop bool
+	v      *Volume
+	on     [ondisk.MaxDrives]bool
+	any    bool
+	mu     sync.Mutex
+	cond   *sync.Cond
+	wait   []pending
+	n      int  // slots in wait
+	due    bool // what waits has waited long enough
+	timing bool
+	stop   bool
+	flying int // slots in commands, or past commands that were given up
+	counts [ondisk.MaxDrives]DiscardCounts
+	spared uint64
+}
+
+// DiscardCounts are what one drive was told since the mount.
+type DiscardCounts struct {
+	Commands uint64 // one for each range where the drive takes no more
+	Ranges   uint64
+	Bytes    uint64
+	Failed   uint64 // commands
 }
 
 type pending struct {
 	pool  *Pool
 	slots []uint32
 }
-
-type discardRange struct{ unit, units uint64 }
 
 func newDiscarder(v *Volume) *discarder {
 	d := &discarder{v: v}
@@ -61,34 +84,85 @@ func (d *discarder) admit(m *member) {
 func (d *discarder) add(p *Pool, slots []uint32) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if !d.any || d.stop || d.n+len(slots) > discardQueueMax {
+	if !d.any || d.stop || d.n+d.flying+len(slots) > discardQueueMax {
+		d.spare(len(slots))
 		return false
 	}
 	d.wait = append(d.wait, pending{p, slots})
 	d.n += len(slots)
+	if d.n >= discardSlots {
+		d.due = true
+	} else if !d.timing {
+		d.timing = true
+		time.AfterFunc(discardGather, d.ring)
+	}
 	d.cond.Signal()
 	return true
+}
+
+// spare counts slots that no drive is told about, though some drive is told about others.
+func (d *discarder) spare(slots int) {
+	if d.any {
+		d.spared += uint64(slots)
+	}
+}
+
+// ring ends the wait for more.
+func (d *discarder) ring() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.timing, d.due = false, true
+	d.cond.Signal()
+}
+
+// give frees the slots of a pool that still wait, and reports whether there were any.
+func (d *discarder) give(p *Pool) bool {
+	d.mu.Lock()
+	var slots []uint32
+	d.wait = slices.DeleteFunc(d.wait, func(w pending) bool {
+		if w.pool == p {
+			slots = append(slots, w.slots...)
+		}
+		return w.pool == p
+	})
+	d.n -= len(slots)
+	d.spare(len(slots))
+	d.mu.Unlock()
+	p.releaseFreed(slots)
+	return len(slots) > 0
 }
 
 func (d *discarder) run() {
 	defer d.v.background.Done()
 	for {
 		d.mu.Lock()
-		for len(d.wait) == 0 && !d.stop {
+		for !d.stop && (len(d.wait) == 0 || !d.due) {
 			d.cond.Wait()
 		}
-		work := d.wait
-		d.wait = nil
+		work, n := d.wait, d.n
+		d.wait, d.n, d.due = nil, 0, false
+		d.flying += n
 		stop := d.stop
+		if stop {
+			d.spare(n)
+		}
 		d.mu.Unlock()
 		if stop {
-			for _, w := range work {
-				w.pool.releaseFreed(w.slots)
-			}
+			d.release(work, n)
 			return
 		}
-		d.discardSlots(work)
+		d.discardSlots(work, n)
 	}
+}
+
+// release makes slots allocatable.
+func (d *discarder) release(work []pending, n int) {
+	for _, w := range work {
+		w.pool.releaseFreed(w.slots)
+	}
+	d.mu.Lock()
+	d.flying -= n
+	d.mu.Unlock()
 }
 
 func (d *discarder) close() {
@@ -98,10 +172,10 @@ func (d *discarder) close() {
 	d.mu.Unlock()
 }
 
-// discardSlots discards all objects of the slots, neighbours joined, and then frees them.
-func (d *discarder) discardSlots(work []pending) {
-	var ranges [ondisk.MaxDrives][]discardRange
-	n := 0
+// discardSlots discards all objects of the slots and then frees them: those of a drive that was given up when it
+// answers after all.
+func (d *discarder) discardSlots(work []pending, n int) {
+	var ranges [ondisk.MaxDrives][]drive.Range
 	d.mu.Lock()
 	on := d.on
 	d.mu.Unlock()
@@ -109,36 +183,51 @@ func (d *discarder) discardSlots(work []pending) {
 		for _, s := range w.slots {
 			for o := range w.pool.units {
 				if index, unit, units, ok := w.pool.Extent(s, uint16(o)); ok && on[index] {
-					ranges[index] = append(ranges[index], discardRange{unit, uint64(units)})
+					ranges[index] = append(ranges[index], rangeOf(unit, uint64(units)))
 				}
 			}
 		}
-		n += len(w.slots)
 	}
+	var late lateDiscards
 	for index, list := range ranges {
-		for _, r := range mergeRanges(list) {
-			d.discard(d.v.member(uint16(index)), r.unit, r.units)
-		}
+		late = append(late, d.discard(d.v.member(uint16(index)), mergeRanges(list))...)
 	}
-	for _, w := range work {
-		w.pool.releaseFreed(w.slots)
-	}
-	d.mu.Lock()
-	d.n -= n
-	d.mu.Unlock()
+	late.then(func() { d.release(work, n) })
 }
 
-func mergeRanges(list []discardRange) []discardRange {
-	sort.Slice(list, func(i, j int) bool { return list[i].unit < list[j].unit })
+func rangeOf(unit, units uint64) drive.Range {
+	return drive.Range{Off: int64(unit) * ondisk.BlockBytes, N: int64(units) * ondisk.BlockBytes}
+}
+
+// mergeRanges sorts ranges and joins neighbours.
+func mergeRanges(list []drive.Range) []drive.Range {
+	sort.Slice(list, func(i, j int) bool { return list[i].Off < list[j].Off })
 	out := list[:0]
 	for _, r := range list {
-		if n := len(out); n > 0 && out[n-1].unit+out[n-1].units == r.unit {
-			out[n-1].units += r.units
+		if n := len(out); n > 0 && out[n-1].Off+out[n-1].N == r.Off {
+			out[n-1].N += r.N
 			continue
 		}
 		out = append(out, r)
 	}
 	return out
+}
+
+// lateDiscards end when commands do that were given up.
+type lateDiscards []<-chan struct{}
+
+// then calls f when all have ended: at once if there are none.
+func (l lateDiscards) then(f func()) {
+	if len(l) == 0 {
+		f()
+		return
+	}
+	go func() {
+		for _, ended := range l {
+			<-ended
+		}
+		f()
+	}()
 }
 
 // asks says whether a drive is told about freed slots: it is to be, and has not answered that it cannot.
@@ -148,22 +237,74 @@ func (d *discarder) asks(m *member) bool {
 	return d.on[m.index]
 }
 
-// discard tells one drive about one range. A drive that cannot is not asked again.
-func (d *discarder) discard(m *member, unit, units uint64) {
-	if m == nil || m.lost() || !d.asks(m) {
-		return
+// discard tells one drive about ranges, as many at a time as a command holds. A drive that cannot is not asked again.
+func (d *discarder) discard(m *member, ranges []drive.Range) (late lateDiscards) {
+	for len(ranges) > 0 && m != nil && !m.lost() && d.asks(m) && !d.stopping() {
+		k := commandRanges(ranges)
+		some := slices.Clone(ranges[:k])
+		ranges = ranges[k:]
+		ended := make(chan struct{})
+		err := m.bounded(func() error {
+			defer close(ended)
+			commands, err := drive.DiscardRanges(m.dev, some)
+			d.count(m, commands, some, err)
+			return err
+		})
+		if errors.Is(err, ErrTimeout) {
+			late = append(late, ended)
+		}
+		if err != nil && !errors.Is(err, drive.ErrNotSupported) {
+			m.writeErrors.Add(1)
+		}
 	}
-	err := m.bounded(func() error {
-		return m.dev.Discard(int64(unit)*ondisk.BlockBytes, int64(units)*ondisk.BlockBytes)
-	})
-	if err == nil {
-		return
-	}
-	if !errors.Is(err, drive.ErrNotSupported) {
-		m.writeErrors.Add(1)
-		return
-	}
+	return late
+}
+
+func (d *discarder) stopping() bool {
 	d.mu.Lock()
-	d.on[m.index] = false
-	d.mu.Unlock()
+	defer d.mu.Unlock()
+	return d.stop
+}
+
+// count notes what came of a command, or of several where the drive takes one range each.
+func (d *discarder) count(m *member, commands int, ranges []drive.Range, err error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	c := &d.counts[m.index]
+	c.Commands += uint64(commands)
+	switch {
+	case err == nil:
+		c.Ranges += uint64(len(ranges))
+		for _, r := range ranges {
+			c.Bytes += uint64(r.N)
+		}
+	case errors.Is(err, drive.ErrNotSupported):
+		d.on[m.index] = false
+	default:
+		c.Failed++
+	}
+}
+
+// commandRanges is how many ranges one command is about.
+func commandRanges(ranges []drive.Range) (k int) {
+	bytes := int64(0)
+	for k < min(len(ranges), drive.DiscardRangesMax) && (k == 0 || bytes+ranges[k].N <= discardUnits*ondisk.BlockBytes) {
+		bytes += ranges[k].N
+		k++
+	}
+	return k
+}
+
+// countsOf are what a drive was told.
+func (d *discarder) countsOf(index uint16) DiscardCounts {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.counts[index]
+}
+
+// queued are the slots that wait or are in commands, and how many went without since the mount.
+func (d *discarder) queued() (waiting, spared uint64) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return uint64(d.n + d.flying), d.spared
 }

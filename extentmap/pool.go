@@ -661,6 +661,10 @@ func (p *Pool) setFree(slot uint32) {
 	p.countFree(p.byNumber[slot/p.slotsPerRow].Load(), residue, 1)
 }
 
+// Hurry makes slots allocatable that wait for their discard, without it, and reports whether there were any: somebody
+// needs them now.
+func (p *Pool) Hurry() bool { return p.v.discards.give(p) }
+
 // releaseFreed makes slots allocatable whose freeing is durable (and whose bytes are discarded).
 func (p *Pool) releaseFreed(slots []uint32) {
 	p.mu.Lock()

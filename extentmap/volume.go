@@ -104,6 +104,7 @@ type DriveInfo struct {
 	Mapped       bool // its bytes are memory that is addressed (drive.Drive.Bytes)
 	Metadata     bool // holds a copy of journal and catalog
 	Discard      bool // is told what freed slots no longer hold; never where the volume is read-only
+	Discards     DiscardCounts
 	Segments     uint32
 	FreeSegments uint32
 	ReadErrors   uint64
@@ -125,6 +126,8 @@ type Info struct {
 	SegmentBytes                   uint64
 	ReadOnly                       bool
 	Drives                         []DriveInfo
+	DiscardsWaiting                uint64 // freed slots that are not allocatable yet because of their discard
+	DiscardsSpared                 uint64 // freed slots that were handed out without, since the mount
 	TotalBytes                     uint64 // what files could occupy if all segments were rows (metadata taken off)
 	FreeBytes                      uint64 // unassigned segments
 	JournalBytes, JournalUsedBytes uint64
@@ -145,6 +148,7 @@ func (v *Volume) Info() Info {
 		JournalBytes: v.journal.Blocks * ondisk.BlockBytes, JournalUsedBytes: used * ondisk.BlockBytes,
 		Checkpoints: v.checkpoints.Load(), Transactions: v.transactions.Load(), DamagedBlocks: v.damaged.Load(),
 	}
+	i.DiscardsWaiting, i.DiscardsSpared = v.discards.queued()
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	online := 0
@@ -152,6 +156,7 @@ func (v *Volume) Info() Info {
 		d := DriveInfo{
 			Index: m.index, UUID: m.uuid, Name: m.name(), Bytes: m.units * ondisk.BlockBytes, Metadata: m.role,
 			Discard:  !v.readOnly && v.discards.asks(m),
+			Discards: v.discards.countsOf(m.index),
 			Segments: m.region.Segments, FreeSegments: m.free,
 			ReadErrors: m.readErrors.Load(), WriteErrors: m.writeErrors.Load(), Timeouts: m.timeouts.Load(),
 			MetaWritten: m.written.Load(),

@@ -385,7 +385,11 @@ func (r *reservation) makeRoom(n int) (cut int, err error) {
 		p.flushFrees()
 	}
 	for j, p := range r.g.pools {
-		if free, _, _ := p.m.Counts(); int(free) < r.need[j] {
+		free, _, _ := p.m.Counts()
+		if int(free) < r.need[j] && p.m.Hurry() {
+			free, _, _ = p.m.Counts()
+		}
+		if int(free) < r.need[j] {
 			return 0, ErrAgain
 		}
 	}

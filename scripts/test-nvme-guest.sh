@@ -163,10 +163,18 @@ lives() {
   must tuttifs mount --log /tmp/log $options "$@" /mnt/kv
   must $replay --json /tmp/trace /mnt/kv
   [ "$(number hit_rate)" = 1 ] || fail "of what was stored before, $(number hit_rate) is there"
+  [ -n "$options" ] || evicted
   must tuttifs umount /mnt/kv
   must tuttifs fsck -n --data "$@"
   tail -n 2 /tmp/out
 }
+# evicted: what is freed the drives are told, many ranges at a time.
+evicted() {
+  must tuttifs evict --count 60 /mnt/kv "$(ls /mnt/kv | head -n 1)"
+  within 10 told
+  echo "drive 0 was told of $(number ranges) ranges in $(number commands) commands"
+}
+told() { cat /mnt/kv/.tuttifs/stats && sed -n '/"discards": /,$p' /tmp/out | grep '"ranges": [1-9]'; }
 # amplification DRIVE...: prints what those of a volume's drives count that place data, which must be something.
 amplification() {
   must tuttifs info --wear "$@"

@@ -446,6 +446,30 @@ func mediaError(b *bench) {
 	require.ErrorIs(b, err, nvme.UnrecoveredRead)
 }
 
+// discardRanges: many ranges go in few commands, and what lies between them is what it was.
+func discardRanges(b *bench, d *vfio.Drive, base int64, model []byte) {
+	var ranges []drive.Range
+	for off := 1 << 20; off < len(model) && len(ranges) < drive.DiscardRangesMax; off += 4096 {
+		ranges = append(ranges, drive.Range{Off: base + int64(off), N: 2048})
+	}
+	commands, err := drive.DiscardRanges(d, ranges)
+	if id := b.c.Identity(); id.ONCS&nvme.ONCSDSM == 0 {
+		require.ErrorIs(b, err, drive.ErrNotSupported)
+		return
+	}
+	require.NoError(b, err)
+	require.LessOrEqual(b, commands, 1)
+	whole := make([]byte, len(model))
+	require.NoError(b, d.ReadAt(whole, base))
+	for _, r := range ranges {
+		at := int(r.Off - base + r.N)
+		require.True(b, bytes.Equal(model[at:at+2048], whole[at:at+2048]), "behind the range at %d", r.Off-base)
+	}
+	ranges[7].Off = d.Size()
+	_, err = drive.DiscardRanges(d, ranges)
+	require.ErrorIs(b, err, drive.ErrRange)
+}
+
 // driveModel runs requests of every alignment against a plain slice that does the same.
 func driveModel(b *bench) {
 	b.openBare(vfio.Options{})
@@ -488,6 +512,7 @@ func driveModel(b *bench) {
 	require.NoError(b, d.Discard(base+100, 64<<10))
 	require.NoError(b, d.ReadAt(whole, base))
 	require.True(b, bytes.Equal(model[100+64<<10:], whole[100+64<<10:]))
+	discardRanges(b, d, base, model)
 	require.ErrorIs(b, d.ReadAt(whole, d.Size()-1), drive.ErrRange)
 	page := make([]byte, 512)
 	require.NoError(b, drive.ReadLog(d, nvme.LogSMART, page))

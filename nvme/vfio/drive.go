@@ -143,17 +143,29 @@ func retriable(err error) bool {
 }
 
 func (d *Drive) errorf(op string, off, n int64, err error) error {
-	// A controller that was let go of because the system wanted it back is closed under its drives.
+	return fmt.Errorf("drive %s: %s of %d bytes at offset %d: %w", d.name, op, n, off, shrunk(err))
+}
+
+// shrunk says of a controller that was let go of because the system wanted it back that it was taken out: it is closed
+// under its drives.
+func shrunk(err error) error {
 	if errors.Is(err, ErrGone) || errors.Is(err, ErrClosed) {
-		err = fmt.Errorf("%w: %w", drive.ErrShrunk, err)
+		return fmt.Errorf("%w: %w", drive.ErrShrunk, err)
 	}
-	return fmt.Errorf("drive %s: %s of %d bytes at offset %d: %w", d.name, op, n, off, err)
+	return err
+}
+
+func (d *Drive) checkRange(op string, off, n int64) error {
+	if size := d.Size(); off < 0 || n < 0 || off > size || n > size-off {
+		return d.errorf(op, off, n, drive.ErrRange)
+	}
+	return nil
 }
 
 // enter checks the range and keeps Close out until life is unlocked.
 func (d *Drive) enter(op string, off, n int64, write bool) error {
-	if size := d.Size(); off < 0 || n < 0 || off > size || n > size-off {
-		return d.errorf(op, off, n, drive.ErrRange)
+	if err := d.checkRange(op, off, n); err != nil {
+		return err
 	}
 	if write && !d.write {
 		return d.errorf(op, off, n, drive.ErrReadOnly)
@@ -266,23 +278,41 @@ func (d *Drive) Flush() error {
 
 // Discard deallocates the whole blocks inside the range.
 func (d *Drive) Discard(off, n int64) error {
-	if err := d.enter("discard", off, n, true); err != nil {
-		return err
+	_, err := d.DiscardRanges([]drive.Range{{Off: off, N: n}})
+	return err
+}
+
+// DiscardRanges deallocates the whole blocks inside the ranges, as many ranges a command as it holds.
+func (d *Drive) DiscardRanges(ranges []drive.Range) (commands int, err error) {
+	for _, r := range ranges {
+		if err := d.checkRange("discard", r.Off, r.N); err != nil {
+			return 0, err
+		}
+	}
+	if err := d.enter("discard", 0, 0, true); err != nil {
+		return 0, err
 	}
 	defer d.life.RUnlock()
-	id := d.c.Identity()
-	if id.ONCS&nvme.ONCSDSM == 0 {
-		return d.errorf("discard", off, n, drive.ErrNotSupported)
+	if id := d.c.Identity(); id.ONCS&nvme.ONCSDSM == 0 {
+		return 0, d.errorf("discard", 0, 0, drive.ErrNotSupported)
 	}
-	lba, blocks := d.inward(off, n)
-	for blocks > 0 {
-		k := min(blocks, 1<<31)
-		if err := d.deallocate(lba, uint32(k)); err != nil {
-			return d.errorf("discard", off, n, err)
+	var list []nvme.DSMRange
+	for _, r := range ranges {
+		for lba, blocks := d.inward(r.Off, r.N); blocks > 0; {
+			k := min(blocks, 1<<31)
+			list = append(list, nvme.DSMRange{Blocks: uint32(k), LBA: lba})
+			lba, blocks = lba+k, blocks-k
 		}
-		lba, blocks = lba+k, blocks-k
 	}
-	return nil
+	for len(list) > 0 {
+		k := min(len(list), nvme.DSMRangesMax)
+		commands++
+		if err := d.deallocate(list[:k]); err != nil {
+			return commands, fmt.Errorf("drive %s: discard of %d ranges: %w", d.name, k, shrunk(err))
+		}
+		list = list[k:]
+	}
+	return commands, nil
 }
 
 // inward is the whole blocks of a range.
@@ -292,15 +322,18 @@ func (d *Drive) inward(off, n int64) (lba, blocks uint64) {
 	return start, end - min(start, end)
 }
 
-func (d *Drive) deallocate(lba uint64, blocks uint32) error {
+// deallocate is one command; its ranges fit a page.
+func (d *Drive) deallocate(list []nvme.DSMRange) error {
 	d.edges.RLock()
 	defer d.edges.RUnlock()
 	c := <-d.cells
 	defer func() { d.cells <- c }()
-	nvme.PutDSMRange(c.b, lba, blocks)
+	for i, r := range list {
+		nvme.PutDSMRange(c.b[i*nvme.DSMRangeBytes:], r.LBA, r.Blocks)
+	}
 	var e nvme.SQE
-	nvme.BuildDSM(&e, 0, d.ns.ID, 1)
-	c.point(&e, nvme.DSMRangeBytes)
+	nvme.BuildDSM(&e, 0, d.ns.ID, len(list))
+	c.point(&e, len(list)*nvme.DSMRangeBytes)
 	return d.do(e)
 }
 
