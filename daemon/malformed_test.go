@@ -339,7 +339,7 @@ func TestArenaChangesMeanwhile(t *testing.T) {
 		require.Zero(t, issue(c, ioctl.CmdPin, &pin, 0))
 		require.Equal(t, uint32(n), pin.Count, "every mix of the two is present")
 		for i, g := range ioctl.View[ioctl.Grant](a.Arena, grantSpan)[:n] {
-			g.Status = ioctl.GrantNew
+			g.Status, g.Lifetime = ioctl.GrantNew, seeds[0][i].Lifetime // which is for those who write
 			if g != seeds[0][i] && g != seeds[1][i] {
 				t.Fatalf("round %d, key %d: %+v is neither %+v nor %+v", round, i, g, seeds[0][i], seeds[1][i])
 			}

@@ -25,8 +25,8 @@ const (
 // discarder tells the drives what freed slots no longer hold, in the background: many slots at a time, whose neighbours
 // are joined, and many ranges a command where the drive takes that. A slot comes here when its freeing is durable, and
 // with that no lease on it is left; it is allocatable only when the discard has ended, so that a late one never meets
-// new bytes. Whoever needs slots at once is given those that still wait, without: they are written anew, which tells the
-// drive as much. A crash loses what was waiting; nothing depends on it.
+// new bytes. Whoever needs slots at once is given those that still wait, without: they are written anew, which tells
+// the drive as much. A crash loses what was waiting; nothing depends on it.
 type discarder struct {
 	v      *Volume
 	on     [ondisk.MaxDrives]bool

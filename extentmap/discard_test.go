@@ -103,7 +103,8 @@ func TestDiscardsGather(t *testing.T) {
 	require.Zero(t, info.DiscardsSpared)
 }
 
-// TestDiscardsAreSpared: slots that are needed at once are had without a discard, and no drive is told about them later.
+// TestDiscardsAreSpared: slots that are needed at once are had without a discard, and no drive is told about them
+// later.
 func TestDiscardsAreSpared(t *testing.T) {
 	set, v, p := discardWorld(t, extentmap.Options{}, func(d drive.Drive) drive.Drive { return d })
 	told := atomic.Int64{}
