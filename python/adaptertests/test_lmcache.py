@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import os
 import sys
+import tempfile
 import time
 import unittest
 from typing import Any, Dict, List
@@ -14,6 +15,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../
 
 import torch  # noqa: E402
 from damaged import damage  # noqa: E402
+from documented import block  # noqa: E402
 from lmcache.utils import CacheEngineKey  # noqa: E402
 from lmcache.v1.cache_engine import LMCacheEngineBuilder  # noqa: E402
 from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
@@ -244,6 +246,15 @@ class Backend(Mounted):
         for n, v in (("model_name", "n"), ("world_size", 2), ("worker_id", 1), ("chunk_hash", 7), ("dtype", torch.float16),
                      ("request_configs", {"lmcache.tag.user": "a"})):
             self.assertFalse(base.contains(key(0, **{n: v})), n)
+
+    def test_as_documented(self) -> None:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as f:
+            f.write(block("### Set-up inside an engine", self.volume.path))
+            f.flush()
+            config = LMCacheEngineConfig.from_file(f.name)
+        self.assertEqual((config.chunk_size, config.storage_plugins), (256, ["tuttifs"]))
+        changed = metadata(chunk_size=256, kv_shape=(LAYERS, 2, 256, HEADS, WIDTH))
+        self.assertIsNotNone(adapter.TuttifsBackend("cpu", config, changed, None, None)._chunks.pages)
 
     def test_refused(self) -> None:
         def make(extra: Any = None, changes: Any = None, **fields: Any) -> Any:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 import unittest
@@ -13,10 +14,12 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../
 
 import torch  # noqa: E402
 from damaged import damage  # noqa: E402
+from documented import block  # noqa: E402
 from lmcache.v1.distributed.api import GroupedObjectKeys, MemoryLayoutDesc, ObjectKey, PrefetchTaskSpec  # noqa: E402
 from lmcache.v1.distributed.config import (  # noqa: E402
     EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig)
 from lmcache.v1.distributed.internal_api import L2AdapterListener  # noqa: E402
+from lmcache.v1.distributed.l2_adapters import create_l2_adapter  # noqa: E402
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface  # noqa: E402
 from lmcache.v1.distributed.l2_adapters.config import (  # noqa: E402
     add_l2_adapters_args, parse_args_to_l2_adapters_config)
@@ -324,6 +327,16 @@ class Server(unittest.TestCase):
         kind, = self.adapter(one)._kinds.values()
         self.volume.run("evict", self.volume.path, kind.pages.name, "--all")
         self.assertEqual(self.present(self.adapter(one), keys), [False, False])
+
+    def test_as_documented(self) -> None:
+        words = shlex.split(block("### Set-up of the server", self.volume.path, MODEL))
+        self.assertEqual(words[:2], ["lmcache", "server"])
+        parser = add_l2_adapters_args(argparse.ArgumentParser())
+        config, = parse_args_to_l2_adapters_config(parser.parse_known_args(words[2:])[0]).adapters
+        made = create_l2_adapter(config)
+        self.addCleanup(made.close)
+        self.assertEqual((made._options.chunk_size, list(made._options.models)), (256, [MODEL]))
+        self.assertEqual(words[words.index("--chunk-size") + 1], "256")
 
     def test_interface(self) -> None:
         self.assertTrue(issubclass(adapter.TuttifsL2Adapter, L2AdapterInterface))

@@ -1,8 +1,10 @@
 """SGLang's backend: with the installed package's loader, host pools and controller, on a real mount."""
 
+import argparse
 import dataclasses
 import os
 import random
+import shlex
 import sys
 import threading
 import unittest
@@ -14,6 +16,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../
 
 import torch  # noqa: E402
 from damaged import damage  # noqa: E402
+from documented import block  # noqa: E402
 from sglang.srt.managers.cache_controller import HiCacheController  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
 from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo  # noqa: E402
@@ -28,6 +31,7 @@ from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: E40
 from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang.srt.runtime_context import get_parallel  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 from volume import Volume, need_mount  # noqa: E402
 
 import tuttifs  # noqa: E402
@@ -297,6 +301,19 @@ class Backend(Mounted):
                 b.register_mem_host_pool_v2(pool, name)
                 names.add(b._kinds[name.value].pages.name)
             self.assertEqual(len(names) == 1, shared, name)
+
+    def test_as_documented(self) -> None:
+        """The server's own parsers take it, and its loader makes a backend of it."""
+        words = shlex.split(block("## SGLang", self.volume.path))
+        parser = argparse.ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        args = parser.parse_args(["--model-path", "m", *words])
+        self.assertEqual((args.page_size, args.hicache_mem_layout, args.hicache_storage_backend),
+                         (64, "page_first", "dynamic"))
+        extra, *_, prefix_keys = HybridCacheController.parse_storage_backend_extra_config(
+            args.hicache_storage_backend_extra_config)
+        self.assertTrue(prefix_keys)
+        self.assertEqual(self.backend(mha(), extra).batch_exists(hashes("documented", 1)), 0)
 
     def test_refused(self) -> None:
         for extra in ({"revision": ""}, {"dtype": "auto"}, {"quantisation": "unknown"}, {"scale_format": None}):
