@@ -18,6 +18,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 import tuttifs
+from tuttifs.vllm.tier import named
 
 CHUNKS, BYTES = 12, 3 << 20  # two objects a chunk
 
@@ -90,6 +91,14 @@ class Tier(unittest.TestCase):
         self.assertTrue(self.done(tier).success)
         self.assertTrue((memory[8] == before[4]).all() and (memory[9] == before[3]).all())
         self.assertTrue((np.delete(memory, (8, 9), 0) == np.delete(before, (8, 9), 0)).all())
+        self.assertEqual(list(tier.take_events()), [])
+        end = tier._attachment.get()
+        self.volume.run("evict", self.volume.path, end.pool.name, named(keys[3]).hex())
+        tier._hear_at = 0.0
+        self.assertEqual([(e.keys, e.removed) for e in tier.take_events()], [([keys[3]], True)])
+        tier.submit_store(self.job(3, keys[3:4], [5], False))
+        self.assertTrue(self.done(tier).success)
+        self.assertEqual([(e.keys, e.removed) for e in tier.take_events()], [(keys[3:4], False)])
         # Another engine has them too; another model has not.
         self.assertEqual(self.look(self.tier(memory), keys[:4], "c"), [LookupResult.HIT] * 4)
         other = spec(model=offload.OffloadingModelConfig("other", "bfloat16"))

@@ -15,6 +15,7 @@ import collections
 import concurrent.futures
 import hashlib
 import logging
+import threading
 import time
 from typing import Any, ClassVar, Deque, Dict, Iterable, List, Optional, Sequence
 
@@ -22,7 +23,7 @@ from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent, Reque
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from .. import Memory, Pool, Session
+from .. import Events, Memory, Pool, Session
 from ..errors import AgainError, Error, IdentityError, NoSpaceError, QuotaError
 from ..layout import Object
 from .attachment import GONE, Attachment, Mounted
@@ -30,6 +31,8 @@ from .files import pieces
 from .identity import digest, pool_name
 
 log = logging.getLogger("tuttifs.vllm")
+
+HEAR_SECONDS = 0.2  # between looks for what has been evicted
 
 
 def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, quantisation: str,
@@ -57,11 +60,13 @@ class End(Mounted):
     """A session with the primary tier's memory registered."""
 
     pool: Pool
+    events: Events
     memory: Memory
 
     def __init__(self, path: str, fields: Dict[str, Any], sizes: Sequence[int], view: memoryview) -> None:
         def fill(session: Session) -> None:
             self.pool = session.pool(pool_name(fields), fields, [Object(0, 0, (n,)) for n in sizes])
+            self.events = self.pool.events()
             self.memory = session.register_flat(view)
         super().__init__(path, lambda mount: mount.session(), fill)
 
@@ -98,6 +103,10 @@ class TuttifsTier(SecondaryTierManager):
         self._results: Deque[JobResult] = collections.deque()
         self._missing: Deque[Any] = collections.deque()  # sets of keys that were found, and could not be loaded
         self._events: Deque[OffloadingEvent] = collections.deque()
+        self._tells = bool(offloading_spec.kv_events_config.enable_kv_cache_events)
+        self._telling = threading.Lock()
+        self._told: Dict[bytes, Any] = {}  # vLLM's keys of the files that it was told to be stored, by theirs
+        self._heard, self._hear_at = self._attachment.get(), 0.0
         self._lookups = Lookups(self)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
@@ -167,11 +176,34 @@ class TuttifsTier(SecondaryTierManager):
                     layers.wait()
                     layers.finish()
                 reservation.commit()
-        there = self.present(names)
-        good = [k for k, found in zip(keys, there) if found]
-        if good and self._offloading_spec.kv_events_config.enable_kv_cache_events:
-            self._events.append(OffloadingEvent(keys=good, medium=self.medium, removed=False))
-        return good
+        with self._telling:  # so that nobody hears of an eviction before it is told that the file is stored
+            there = self.present(names)
+            good = {n: k for n, k, found in zip(names, keys, there) if found}
+            if good and self._tells:
+                self._told.update(good)
+                self._events.append(OffloadingEvent(keys=list(good.values()), medium=self.medium, removed=False))
+        return list(good.values())
+
+    def _hear(self) -> None:
+        """Tells what has been evicted or removed of what was told to be stored, whoever did it."""
+        end = self._attachment.get()
+        if end is None or not self._told or time.monotonic() < self._hear_at or not self._telling.acquire(blocking=False):
+            return
+        try:
+            self._hear_at = time.monotonic() + HEAR_SECONDS
+            lost = end.events.lost
+            last = {e.key: e.removed for e in end.events.poll()}
+            gone = [k for k, removed in last.items() if removed]
+            if end is not self._heard or end.events.lost != lost:  # a new session, or too much to be told
+                self._heard, names = end, list(self._told)
+                gone = [n for n, there in zip(names, end.pool.present(names)) if not there]
+            keys = [self._told.pop(n) for n in gone if n in self._told]
+            if keys:
+                self._events.append(OffloadingEvent(keys=keys, medium=self.medium, removed=True))
+        except Error as e:
+            self._trouble(end, e)
+        finally:
+            self._telling.release()
 
     def _load(self, end: End, keys: List[Any], chunks: List[int]) -> List[Any]:
         """Loads the leading chunks that are there, and returns those of them that are whole."""
@@ -202,6 +234,7 @@ class TuttifsTier(SecondaryTierManager):
         return any(not f.done() for f in self._running) or bool(self._results)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
+        self._hear()
         while self._events:
             yield self._events.popleft()
 
