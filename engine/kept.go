@@ -163,6 +163,9 @@ func (k *keptMemory) stop() {
 
 // keep gives a pool a part of the memory.
 func (s *Session) keep(p *Pool, spec *PoolSpec) error {
+	if spec.KeepBytes < 0 {
+		return fmt.Errorf("%w: %d bytes to keep", ErrInvalid, spec.KeepBytes)
+	}
 	if s.kept == nil {
 		return nil
 	}

@@ -127,7 +127,9 @@ struct tuttifs_session_options {
 	uint64_t store_bytes;    /* of dma_bytes, 16 MiB or more: the store buffer. 0: none */
 	const char *slack_table; /* a file of "tuttifs profile model", of this machine and model: others are
 	                            TUTTIFS_EINVAL, here or when a pool is opened. NULL: the scheduler learns */
-	uint64_t reserved[2];
+	uint64_t keep_bytes;     /* host memory for blocks that the mount's admission policy declines, 1 MiB or more: they
+	                            serve their first reuse from there. Only where no other process joins. 0: none */
+	uint64_t reserved[1];
 };
 
 /* With a store buffer, what is stored leaves its blocks for it at once, and goes to the drives from there when they have
@@ -222,7 +224,8 @@ struct tuttifs_pool_options {
 	uint64_t max_bytes;    /* 0: no limit but the volume's */
 	uint32_t max_slots;    /* 0: no limit */
 	uint32_t trailing_hit; /* hit rule in its family: 0 ALL, n TRAILING n */
-	uint64_t reserved[4];
+	uint64_t keep_bytes;   /* of the session's; 0: all that no other pool has */
+	uint64_t reserved[3];
 };
 
 /* Opens or creates a pool and waits until it is durable. Equal name, identity and geometry open the existing one. */
@@ -238,6 +241,22 @@ struct tuttifs_pool_stats {
 	uint64_t files, slots_used, slots_free, bytes_used, bytes_capacity;
 };
 int tuttifs_pool_stats(tuttifs_pool_t pool, struct tuttifs_pool_stats *stats);
+
+/* What a pool has of the session's keep_bytes, and what that has done; all 0 where there is none. Blocks that were
+ * declined and have not been written yet, times slot_bytes, are what the drives were spared. */
+struct tuttifs_keep_stats {
+	uint32_t size; /* in: sizeof */
+	uint32_t reserved;
+	uint64_t slots, blocks, slot_bytes; /* room for so many; how many are there now */
+	uint64_t declined; /* blocks that the mount did not want on its drives */
+	uint64_t kept;     /* of them committed into the memory */
+	uint64_t hits;     /* blocks that were pinned there */
+	uint64_t written;  /* of them brought to the drives then */
+	uint64_t refused;  /* and declined once more */
+	uint64_t evicted;  /* that had to go for others */
+	uint64_t bad;      /* whose bytes were not right any more */
+};
+int tuttifs_keep_stats(tuttifs_pool_t pool, struct tuttifs_keep_stats *stats);
 
 /*
  * Memory

@@ -62,8 +62,9 @@ func poolSpec(o *C.struct_tuttifs_pool_options) (spec engine.PoolSpec, err error
 	if err := sized(unsafe.Pointer(o), o.size, unsafe.Sizeof(*o), "tuttifs_pool_options"); err != nil {
 		return spec, err
 	}
-	if o.reserved != [4]C.uint64_t{} {
-		return spec, fmt.Errorf("%w: reserved fields of tuttifs_pool_options", engine.ErrInvalid)
+	if o.reserved != [3]C.uint64_t{} || o.keep_bytes > 1<<40 {
+		return spec, fmt.Errorf("%w: keep_bytes %d or reserved fields of tuttifs_pool_options", engine.ErrInvalid,
+			uint64(o.keep_bytes))
 	}
 	if o.name == nil || o.identity == nil {
 		return spec, null("name or identity")
@@ -71,7 +72,7 @@ func poolSpec(o *C.struct_tuttifs_pool_options) (spec engine.PoolSpec, err error
 	spec = engine.PoolSpec{
 		Name: C.GoString(o.name), Identity: []byte(C.GoString(o.identity)), TokensPerFile: uint32(o.tokens_per_file),
 		MinBytes: uint64(o.min_bytes), MaxBytes: uint64(o.max_bytes), MaxSlots: uint32(o.max_slots),
-		TrailingHit: uint32(o.trailing_hit),
+		TrailingHit: uint32(o.trailing_hit), KeepBytes: int64(o.keep_bytes),
 	}
 	if o.family != nil {
 		spec.Family = C.GoString(o.family)
@@ -132,6 +133,26 @@ func goPoolStats(h C.uintptr_t, out *C.struct_tuttifs_pool_stats, text *C.char) 
 			aborts: C.uint64_t(a.Aborts), evicted: C.uint64_t(a.Evicted), bad: C.uint64_t(a.Bad),
 			files: C.uint64_t(a.Files), slots_used: C.uint64_t(a.SlotsUsed), slots_free: C.uint64_t(a.SlotsFree),
 			bytes_used: C.uint64_t(a.BytesUsed), bytes_capacity: C.uint64_t(a.BytesCapacity),
+		}
+		return nil
+	})
+}
+
+//export goKeepStats
+func goKeepStats(h C.uintptr_t, out *C.struct_tuttifs_keep_stats, text *C.char) C.int {
+	return onPool(h, text, func(p *pool) error {
+		if out == nil {
+			return null("stats")
+		}
+		if err := sized(unsafe.Pointer(out), out.size, unsafe.Sizeof(*out), "tuttifs_keep_stats"); err != nil {
+			return err
+		}
+		k := p.KeepStats()
+		*out = C.struct_tuttifs_keep_stats{
+			size: out.size, slots: C.uint64_t(k.Slots), blocks: C.uint64_t(k.Blocks), slot_bytes: C.uint64_t(k.SlotBytes),
+			declined: C.uint64_t(k.Declined), kept: C.uint64_t(k.Kept), hits: C.uint64_t(k.Hits),
+			written: C.uint64_t(k.Written), refused: C.uint64_t(k.Refused), evicted: C.uint64_t(k.Evicted),
+			bad: C.uint64_t(k.Bad),
 		}
 		return nil
 	})

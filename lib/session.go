@@ -68,7 +68,7 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 	if err := sized(unsafe.Pointer(o), o.size, unsafe.Sizeof(*o), "tuttifs_session_options"); err != nil {
 		return e, err
 	}
-	if o.flags&^sessionFlags != 0 || o.reserved != [2]C.uint64_t{} {
+	if o.flags&^sessionFlags != 0 || o.reserved != [1]C.uint64_t{} {
 		return e, fmt.Errorf("%w: unknown flags %#x or reserved fields of tuttifs_session_options",
 			engine.ErrInvalid, uint32(o.flags))
 	}
@@ -76,7 +76,7 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 		return e, fmt.Errorf("%w: a device, staging memory or flags for a GPU, without TUTTIFS_GPU", engine.ErrInvalid)
 	}
 	for _, n := range []C.uint64_t{o.dma_bytes, o.bounce_bytes, o.staging_bytes, o.arena_bytes, C.uint64_t(o.lanes),
-		C.uint64_t(o.depth), C.uint64_t(o.chunk_commands), o.store_bytes} {
+		C.uint64_t(o.depth), C.uint64_t(o.chunk_commands), o.store_bytes, o.keep_bytes} {
 		if n > 1<<40 {
 			return e, fmt.Errorf("%w: %d in tuttifs_session_options", engine.ErrInvalid, uint64(n))
 		}
@@ -85,6 +85,7 @@ func sessionOptions(o *C.struct_tuttifs_session_options) (engine.SessionOptions,
 		Lanes: int(o.lanes), Depth: int(o.depth), DMABytes: int(o.dma_bytes), BounceBytes: int(o.bounce_bytes),
 		ArenaBytes: int(o.arena_bytes), ChunkCommands: int(o.chunk_commands),
 		Deadline: time.Duration(o.deadline_ms) * time.Millisecond, StoreBytes: int(o.store_bytes),
+		KeepBytes: int(o.keep_bytes),
 	}
 	e.Scheduler = engine.SchedulerOptions{Off: o.flags&C.TUTTIFS_NO_SCHEDULER != 0,
 		NoBudget: o.flags&C.TUTTIFS_NO_BUDGET != 0, ReadsNotFirst: o.flags&C.TUTTIFS_READS_NOT_FIRST != 0,

@@ -156,6 +156,11 @@ API int tuttifs_pool_stats(tuttifs_pool_t pool, struct tuttifs_pool_stats *stats
 	return GO(goPoolStats, H(pool), stats);
 }
 
+API int tuttifs_keep_stats(tuttifs_pool_t pool, struct tuttifs_keep_stats *stats)
+{
+	return GO(goKeepStats, H(pool), stats);
+}
+
 API int tuttifs_register_host(tuttifs_session_t session, void *memory, uint64_t bytes, uint32_t flags,
                               tuttifs_memory_t *registered)
 {

@@ -20,14 +20,14 @@ from .layers import Layers, Transfer
 from .layout import Class, Object, Paged, Run, StridedRun
 from .leases import Lease, Leases, Pinned, Reservation, Status
 from .scheduling import Offer, SchedulerStats
-from .store import Memory, Pool, PoolStats, Session, SessionStats, Store, StoreStats
+from .store import KeepStats, Memory, Pool, PoolStats, Session, SessionStats, Store, StoreStats
 
 __version__ = "0.1"
 
 __all__ = [
     "AgainError", "BusyError", "ChecksumError", "Class", "ClosedError", "Code", "DefectError", "DriveError",
     "Error", "Event", "Events", "ExistsError", "ForkedError", "IdentityError", "IncompleteError", "InvalidError",
-    "Layers", "Lease", "Leases", "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError",
+    "KeepStats", "Layers", "Lease", "Leases", "Media", "Memory", "NoDeviceError", "NoMemoryError", "NoSpaceError",
     "NotFoundError", "NotLeasedError", "NotMountedError", "NotSupportedError", "Object", "Offer", "Paged",
     "PendingError", "Pinned", "Pool", "PoolStats", "QuotaError", "ReadOnlyError", "Reservation", "Run",
     "SchedulerStats", "Session", "SessionStats", "StaleError", "Status", "Store", "StoreBufferError", "StoreStats",

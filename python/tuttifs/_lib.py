@@ -50,7 +50,8 @@ class Sized(Checked):
 class SessionOptions(Sized):
     _fields_ = [("size", u32), ("flags", u32), ("device", cp), ("lanes", u32), ("depth", u32), ("dma_bytes", u64),
                 ("bounce_bytes", u64), ("staging_bytes", u64), ("arena_bytes", u64), ("chunk_commands", u32),
-                ("deadline_ms", u32), ("store_bytes", u64), ("slack_table", cp), ("reserved", u64 * 2)]
+                ("deadline_ms", u32), ("store_bytes", u64), ("slack_table", cp),
+                ("keep_bytes", u64), ("reserved", u64)]
 
 
 class SessionStats(Sized):
@@ -85,6 +86,11 @@ class PoolStats(Sized):
         "bytes_capacity")]
 
 
+class KeepStats(Sized):
+    _fields_ = [("size", u32), ("reserved", u32)] + [(n, u64) for n in (
+        "slots", "blocks", "slot_bytes", "declined", "kept", "hits", "written", "refused", "evicted", "bad")]
+
+
 class Run(Checked):
     _fields_ = [("bytes", u32), ("kind", u32)]
 
@@ -97,7 +103,7 @@ class PoolOptions(Sized):
     _fields_ = [("size", u32), ("tokens_per_file", u32), ("name", cp), ("identity", cp), ("family", cp),
                 ("objects", C.POINTER(Object)), ("runs", C.POINTER(Run)), ("object_count", u32), ("run_count", u32),
                 ("min_bytes", u64), ("max_bytes", u64), ("max_slots", u32), ("trailing_hit", u32),
-                ("reserved", u64 * 4)]
+                ("keep_bytes", u64), ("reserved", u64 * 3)]
 
 
 class StridedRun(Checked):
@@ -138,7 +144,8 @@ FUNCTIONS: Dict[str, List[Any]] = {
     "session_stats": [vp, vp], "store_stats": [vp, vp], "prefill": [vp, u32, u32, u32], "layer_done": [vp, u32, vp],
     "decode_step": [vp, u32], "end_pass": [vp], "offer": [vp, u32, u32, u32, vp], "scheduler_stats": [vp, vp],
     "layer_bubbles": [vp, vp, u64], "session_close": [vp], "pool_open": [vp, vp, vp], "pool_close": [vp],
-    "pool_stats": [vp, vp], "register_host": [vp, vp, u64, u32, vp], "register_device": [vp, u64, u64, vp],
+    "pool_stats": [vp, vp], "keep_stats": [vp, vp],
+    "register_host": [vp, vp, u64, u32, vp], "register_device": [vp, u64, u64, vp],
     "register_paged": [vp, vp, vp], "memory_cost": [vp, vp], "unregister": [vp], "keys": [vp, vp, u64, vp, vp],
     "peek": [vp, u32, vp, u64, vp], "present": [vp, u32, vp, u64, vp],
     "pin": [vp, u32, u64, vp, u64, vp, vp], "release": [vp, u64],

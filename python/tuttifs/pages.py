@@ -47,6 +47,7 @@ class PageOptions:
     staging_bytes: int = 64 << 20  # memory for pages that are not moved in place
     lanes: int = 0  # as in Store.session
     depth: int = 0
+    keep_bytes: int = 0  # likewise: memory for pages that the mount's admission policy declines
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], where: str) -> "PageOptions":
@@ -105,7 +106,8 @@ class End(Mounted):
         self._lock = threading.Lock()
         self._pools: Dict[str, Pool] = {}
         self._memory: Dict[int, Memory] = {}
-        super().__init__(options.path, lambda mount: mount.session(lanes=options.lanes, depth=options.depth))
+        super().__init__(options.path, lambda mount: mount.session(
+            lanes=options.lanes, depth=options.depth, keep_bytes=options.keep_bytes))
 
     def pool(self, name: str, opened: Callable[[], Pool]) -> Pool:
         with self._lock:

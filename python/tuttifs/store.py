@@ -74,12 +74,12 @@ class Store(Closing):
         auto: with a GPU: take the CPU where there is no driver or no GPU.
         polling: with a GPU: kernels that poll in place of the ring. A baseline, not for use.
         options: lanes, depth, dma_bytes, bounce_bytes, staging_bytes, arena_bytes, chunk_commands, deadline_ms,
-            store_bytes as in include/libtuttifs.h; 0 or left out for the defaults. slack_table: the path of a table
-            that the scheduler begins with, refused if it is of another machine or of a model with another cache than a
-            pool's. Switches, True or left out: store_refuse, no_scheduler, no_budget, reads_not_first, any_slack_table
-            (takes such a table all the same; `describe` says what differs); real, for queue pairs of the SSDs themselves
-            where the mount gives this user any (`-o real`): `describe` says of which drives, and the others' stay
-            mediated.
+            store_bytes, keep_bytes as in include/libtuttifs.h; 0 or left out for the defaults. slack_table: the path of
+            a table that the scheduler begins with, refused if it is of another machine or of a model with another cache
+            than a pool's. Switches, True or left out: store_refuse, no_scheduler, no_budget, reads_not_first,
+            any_slack_table (takes such a table all the same; `describe` says what differs); real, for queue pairs of
+            the SSDs themselves where the mount gives this user any (`-o real`): `describe` says of which drives, and
+            the others' stay mediated.
         """
         return Session(self, None, _device(device, auto, polling), options)
 
@@ -161,7 +161,7 @@ def _device(device: Any, auto: bool, polling: bool) -> Dict[str, Any]:
 
 # Options of sessions: numbers, and what is on or off.
 NUMBERS = {"lanes", "depth", "dma_bytes", "bounce_bytes", "staging_bytes", "arena_bytes", "chunk_commands",
-           "deadline_ms", "store_bytes"}
+           "deadline_ms", "store_bytes", "keep_bytes"}
 SWITCHES = {"store_refuse": _lib.STORE_REFUSE, "no_scheduler": _lib.NO_SCHEDULER, "no_budget": _lib.NO_BUDGET,
             "reads_not_first": _lib.READS_NOT_FIRST, "any_slack_table": _lib.ANY_SLACK_TABLE, "real": _lib.REAL}
 
@@ -238,7 +238,7 @@ class Session(Closing, Scheduled):
 
     def pool(self, name: str, identity: Union[str, Mapping[str, Any]], objects: Sequence[Object], *,
              family: Optional[str] = None, min_bytes: int = 0, max_bytes: int = 0, max_slots: int = 0,
-             trailing_hit: int = 0) -> "Pool":
+             trailing_hit: int = 0, keep_bytes: int = 0) -> "Pool":
         """Opens or creates a pool and waits until it is durable.
 
         name: the pool's directory in the mount.
@@ -247,6 +247,8 @@ class Session(Closing, Scheduled):
         objects: of one file, for all ranks: `Paged.objects`, or a list of `Object`.
         family: with `trailing_hit`, the hit rule in it: 0 all, n the last n files.
         min_bytes, max_bytes, max_slots: what is kept for the pool, and its limits; 0 for none.
+        keep_bytes: of the session's memory for blocks that the mount's admission policy declines; 0 for all that no
+            other pool has.
 
         Raises `ExistsError` where a pool of that name has another identity or geometry, `IdentityError` for an identity
         that is incomplete.
@@ -265,7 +267,7 @@ class Session(Closing, Scheduled):
             tokens_per_file=tokens_per_file, name=encoded(name, "name"), identity=encoded(text, "identity"),
             family=None if family is None else encoded(family, "family"), objects=table, runs=pieces,
             object_count=len(objects), run_count=len(runs), min_bytes=min_bytes, max_bytes=max_bytes,
-            max_slots=max_slots, trailing_hit=trailing_hit)
+            max_slots=max_slots, trailing_hit=trailing_hit, keep_bytes=keep_bytes)
         h = C.c_void_p()
         self._lib.pool_open(self._h, C.byref(options), C.byref(h))
         return Pool(self, name, tokens_per_file, h)
@@ -357,6 +359,22 @@ class Memory(Closing):
         if (self._h.value or 0) in self._session._keep:
             self._lib.unregister(self._h)
             self._session._keep.pop(self._h.value or 0, None)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepStats:
+    """A pool's part of the session's memory for blocks that were declined; all 0 where there is none."""
+
+    slots: int  # room for so many
+    blocks: int  # that are there now
+    slot_bytes: int
+    declined: int  # blocks that the mount did not want on its drives
+    kept: int  # of them committed into the memory
+    hits: int  # blocks that were pinned there
+    written: int  # of them brought to the drives then
+    refused: int  # and declined once more
+    evicted: int  # that had to go for others
+    bad: int  # whose bytes were not right any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -480,6 +498,12 @@ class Pool(Closing):
         s = _lib.PoolStats()
         self._lib.pool_stats(self._h, C.byref(s))
         return PoolStats(**{f.name: getattr(s, f.name) for f in dataclasses.fields(PoolStats)})
+
+    def keep_stats(self) -> KeepStats:
+        """What became of blocks that the mount's admission policy declined, where the session has `keep_bytes`."""
+        s = _lib.KeepStats()
+        self._lib.keep_stats(self._h, C.byref(s))
+        return KeepStats(**{f.name: getattr(s, f.name) for f in dataclasses.fields(KeepStats)})
 
     def close(self) -> None:
         """Closes the pool and the layers opened on it. Leases go on. After its session it is closed already."""
