@@ -19,7 +19,7 @@ LIBVERSION := $(shell sed -n 's/^\#define TUTTIFS_LIB_M[AJINOR]* //p' include/li
 SONAME  := libtuttifs.so.$(firstword $(subst ., ,$(LIBVERSION)))
 LINKS   := mkfs.tuttifs fsck.tuttifs fsck.fuse.tuttifs mount.tuttifs mount.fuse.tuttifs
 
-.PHONY: build static lib wheel demo test test-nvme test-vllm test-adapters crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
+.PHONY: build static lib wheel demo test test-nvme test-vllm test-adapters compare crash space deaths stress check gpu-tests ptx ptx-check fuzz flips bench install install-lib uninstall clean
 
 build: scripts/need-go.sh
 	@scripts/need-go.sh $(GO)
@@ -76,6 +76,11 @@ test-vllm: build lib
 # minutes, and 6 GB in build/adapters the first time.
 test-adapters: build lib
 	@scripts/test-engines.sh adapters build/adapters
+
+# vLLM without a cache, with its own files, with LMCache's and with a mount, on the CPU, side by side: ten minutes, and 6 GB
+# in build/vllm and build/compare the first time.
+compare: build lib
+	@scripts/compare_engines.sh build/compare build/vllm
 
 # A million power cuts: some twenty minutes on two cores.
 crash:

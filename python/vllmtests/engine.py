@@ -31,14 +31,16 @@ def connector(path: str, **extra: Any) -> Dict[str, Any]:
 class Engine:
     """An engine that runs. `with` ends it."""
 
+    program, environment = os.path.join(HERE, "serve.py"), ENVIRONMENT
+
     def __init__(self, model: str, log: str, **options: Any) -> None:
         self.log = log
         words = {"model": model, "max_model_len": 512, "block_size": BLOCK, "enforce_eager": True, "max_num_seqs": 8,
                  "dtype": "float32", "max_num_batched_tokens": 512, **options}
         self._err = open(log, "ab")
-        self.process = subprocess.Popen([sys.executable, os.path.join(HERE, "serve.py"), json.dumps(words)],
+        self.process = subprocess.Popen([sys.executable, self.program, json.dumps(words)],
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._err,
-                                        env={**os.environ, **ENVIRONMENT}, start_new_session=True)
+                                        env={**os.environ, **self.environment}, start_new_session=True)
         self._read = b""
 
     def ready(self) -> "Engine":

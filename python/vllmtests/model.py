@@ -28,13 +28,15 @@ HYBRID: Dict[str, Any] = {
                         "full_attention": {"rope_type": "default", "rope_theta": 10000.0}}}
 
 
-def make(directory: str, seed: int = 1, hybrid: bool = False) -> str:
-    """Writes the model to a directory and returns it."""
+def make(directory: str, seed: int = 1, hybrid: bool = False, **changes: Any) -> str:
+    """Writes the model to a directory and returns it. changes: of its configuration."""
     os.makedirs(directory, exist_ok=True)
-    config = HYBRID if hybrid else CONFIG
+    config = {**(HYBRID if hybrid else CONFIG), **changes}
     with open(os.path.join(directory, "config.json"), "w") as f:
         json.dump(config, f)
-    kv = config["num_key_value_heads"] * HEAD
+    vocabulary, hidden, inner = (config[k] for k in ("vocab_size", "hidden_size", "intermediate_size"))
+    head = config["head_dim"]
+    q, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     g = torch.Generator().manual_seed(seed)
 
     def w(*shape: int) -> torch.Tensor:
@@ -42,23 +44,23 @@ def make(directory: str, seed: int = 1, hybrid: bool = False) -> str:
 
     # Gemma's norms multiply by one more than their weight.
     norm = torch.zeros if hybrid else torch.ones
-    tensors = {"model.embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=g),
-               "model.norm.weight": norm(HIDDEN)}
+    tensors = {"model.embed_tokens.weight": torch.randn(vocabulary, hidden, generator=g),
+               "model.norm.weight": norm(hidden)}
     if not hybrid:
-        tensors["lm_head.weight"] = w(VOCABULARY, HIDDEN)
-    for i in range(LAYERS):
+        tensors["lm_head.weight"] = w(vocabulary, hidden)
+    for i in range(config["num_hidden_layers"]):
         p = f"model.layers.{i}."
         tensors.update({
-            p + "self_attn.q_proj.weight": w(HEADS * HEAD, HIDDEN),
-            p + "self_attn.k_proj.weight": w(kv, HIDDEN),
-            p + "self_attn.v_proj.weight": w(kv, HIDDEN),
-            p + "self_attn.o_proj.weight": w(HIDDEN, HEADS * HEAD),
-            p + "mlp.gate_proj.weight": w(INNER, HIDDEN), p + "mlp.up_proj.weight": w(INNER, HIDDEN),
-            p + "mlp.down_proj.weight": w(HIDDEN, INNER), p + "input_layernorm.weight": norm(HIDDEN),
-            p + "post_attention_layernorm.weight": norm(HIDDEN)})
+            p + "self_attn.q_proj.weight": w(q, hidden),
+            p + "self_attn.k_proj.weight": w(kv, hidden),
+            p + "self_attn.v_proj.weight": w(kv, hidden),
+            p + "self_attn.o_proj.weight": w(hidden, q),
+            p + "mlp.gate_proj.weight": w(inner, hidden), p + "mlp.up_proj.weight": w(inner, hidden),
+            p + "mlp.down_proj.weight": w(hidden, inner), p + "input_layernorm.weight": norm(hidden),
+            p + "post_attention_layernorm.weight": norm(hidden)})
         if hybrid:
-            tensors.update({p + "self_attn.q_norm.weight": norm(HEAD), p + "self_attn.k_norm.weight": norm(HEAD),
-                            p + "pre_feedforward_layernorm.weight": norm(HIDDEN),
-                            p + "post_feedforward_layernorm.weight": norm(HIDDEN)})
+            tensors.update({p + "self_attn.q_norm.weight": norm(head), p + "self_attn.k_norm.weight": norm(head),
+                            p + "pre_feedforward_layernorm.weight": norm(hidden),
+                            p + "post_feedforward_layernorm.weight": norm(hidden)})
     save_file(tensors, os.path.join(directory, "model.safetensors"))
     return directory
