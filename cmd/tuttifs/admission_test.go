@@ -77,7 +77,9 @@ func TestReplayComparesAdmissions(t *testing.T) {
 func TestReplayAdmissionUsage(t *testing.T) {
 	trace := smallTrace(t, 2)
 	refused(t, 2, "-o admission=all", "replay", "--admission", "all", trace, t.TempDir())
-	refused(t, 2, "are for --admission", "replay", "--metadata-only", "--host-buffer", "1g", trace)
+	refused(t, 2, "is for --admission", "replay", "--metadata-only", "--host-buffer", "1g", trace)
+	refused(t, 2, "is one size", "replay", "--host-buffer", "1g,2g", trace, t.TempDir())
+	refused(t, 2, "is for --admission", "replay", "--prices", "x", trace, t.TempDir())
 	refused(t, 2, `"some"`, "replay", "--metadata-only", "--admission", "some", trace)
 	refused(t, 2, "not a size", "replay", "--metadata-only", "--admission", "all", "--host-buffer", "x", trace)
 	refused(t, 2, "for --admission cost-aware", "replay", "--metadata-only", "--admission", "all", "--prices", "x", trace)
@@ -198,4 +200,37 @@ func TestAdmissionOfMount(t *testing.T) {
 	require.Positive(t, stats.Wear["0"].RatedBytes)
 	require.Contains(t, tuttifs(t, "info", "--wear", dir), "YEARS LEFT")
 	tuttifs(t, "umount", dir)
+}
+
+// A host buffer that is used does what the simulated one says: it gives every hit back, with every byte verified, while
+// the drives are written only what is asked for twice.
+func TestReplayKeepsWhatIsDeclined(t *testing.T) {
+	trace := smallTrace(t, 60)
+	simulated := decode[admissionDocument](t, tuttifs(t, "replay", "--metadata-only", "--json", "--admission",
+		"second-touch", "--host-buffer", "0,1t", "--scale", "1024", trace)).Results
+	all, without, with := simulated[0], simulated[1], simulated[2]
+	require.Less(t, without.HitBlocks, all.HitBlocks)
+	require.Equal(t, all.HitBlocks, with.HitBlocks)
+	for _, c := range []struct {
+		flags []string
+		hits  uint64
+	}{{nil, without.HitBlocks}, {[]string{"--host-buffer", "256m"}, all.HitBlocks}} {
+		paths := formatted(t, 2, "256m")
+		dir := mounted(t, paths[0], "-o", "admission=second-touch")
+		r := replayed(t, trace, dir, c.flags...)
+		require.Equal(t, c.hits, r.HitBlocks)
+		require.Zero(t, r.VerifyFailures)
+		if c.flags == nil {
+			require.Nil(t, r.HostBuffer)
+			continue
+		}
+		k := r.HostBuffer
+		require.Equal(t, k.Declined, k.Kept)
+		require.Positive(t, k.Hit)
+		require.LessOrEqual(t, k.Written, k.Hit)
+		require.Zero(t, k.Bad)
+		require.Zero(t, k.Evicted)
+		require.Positive(t, k.Spared)
+		tuttifs(t, "umount", dir)
+	}
 }

@@ -46,7 +46,7 @@ func newReplay() *command {
 	f.StringSliceVar(&o.admissions, "admission", nil,
 		"compare these admission `POLICIES` with --metadata-only: all, second-touch, cost-aware")
 	f.StringSliceVar(&o.buffers, "host-buffer", nil,
-		"and these `SIZES` of a simulated host buffer for blocks that were not admitted (default 0)")
+		"and these `SIZES` of a simulated host buffer for blocks that were not admitted; on a mount, of one that is used")
 	f.StringVar(&o.prices, "prices", "", "what cost-aware reckons with, a `FILE` as in 'tuttifs cost --prices'")
 	f.Uint32Var(&o.capacity, "capacity-blocks", 0,
 		"most blocks that the pool may hold (default: as many as there is space for)")
@@ -84,8 +84,9 @@ there already behind a block that is missing; or the mount's admission policy di
 With --admission the trace is replayed once for each policy and size of the host buffer, and a table
 shows what they do to hits and to bytes written, against storing everything. The buffer is simulated:
 it holds the blocks that were not admitted last, and so serves their first reuse, when they are
-admitted. Bytes are those of the model's blocks. cost-aware draws its sample anew in each run, so its
-figures differ a little. docs/wear.md describes the policies.
+admitted. On a mount, whose policy -o admission= has chosen, --host-buffer is memory of the session in
+which it keeps such blocks. Bytes are those of the model's blocks. cost-aware draws its sample anew in
+each run, so its figures differ a little. docs/wear.md describes the policies.
 
 The exit status is 1 if any byte was wrong. hit_rate in JSON is a fraction of 1. GB are 10^9 bytes.`,
 		example: `
@@ -127,8 +128,12 @@ func (o *replayOptions) check(args []string) (trace string, err error) {
 		return "", usagef("--policy %s: one of %s", o.policy, strings.Join(policies, ", "))
 	case !o.metadataOnly && len(o.admissions) > 0:
 		return "", usagef("the admission policy of a mount is chosen when it is mounted: -o admission=%s", o.admissions[0])
-	case len(o.admissions) == 0 && (len(o.buffers) > 0 || o.prices != ""):
-		return "", usagef("--host-buffer and --prices are for --admission")
+	case len(o.admissions) == 0 && o.prices != "":
+		return "", usagef("--prices is for --admission")
+	case len(o.admissions) == 0 && len(o.buffers) > 0 && o.metadataOnly:
+		return "", usagef("--host-buffer is for --admission, or for a mount")
+	case len(o.admissions) == 0 && len(o.buffers) > 1:
+		return "", usagef("--host-buffer of a mount is one size")
 	case !o.metadataOnly && o.dmaBytes < replayMemoryMin:
 		return "", usagef("--memory %v: at least %s", &o.dmaBytes, humanBytes(replayMemoryMin))
 	case o.pool != "" && !poolNameForm.MatchString(o.pool):
@@ -172,6 +177,9 @@ func (o *replayOptions) run(ctx context.Context, e *env, args []string) (err err
 		r.totals.evictions = evictions
 	} else {
 		err = errors.Join(err, statErr)
+	}
+	if m, ok := target.(*mountTarget); ok && m.keeps {
+		r.kept = m.pool.KeepStats()
 	}
 	if err = errors.Join(err, target.close()); err != nil {
 		return explainReplay(o.mount, err)

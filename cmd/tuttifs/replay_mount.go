@@ -33,6 +33,7 @@ type mountTarget struct {
 	request uint64
 	pinned  []uint64 // ids of pins to release
 	grants  []engine.Grant
+	keeps   bool   // the session keeps what the mount declines
 	evicted uint64 // at the start
 	descs   []uint64
 }
@@ -58,9 +59,17 @@ func openMountTarget(o *replayOptions) (t *mountTarget, err error) {
 	if t.mount, err = engine.Open(o.mount); err != nil {
 		return t, err
 	}
-	bounce := bounceBytes(&geometry)
+	bounce, kept := bounceBytes(&geometry), 0
+	if len(o.buffers) > 0 {
+		n, err := parseSize(o.buffers[0])
+		if err != nil {
+			return t, usagef("--host-buffer: %v", err)
+		}
+		kept, bounce = int(n)&^(stripe.UnitBytes-1), bounceCells
+	}
+	t.keeps = kept > 0
 	options := engine.SessionOptions{DMABytes: int(o.dmaBytes)&^(stripe.UnitBytes-1) + bounce, BounceBytes: bounce,
-		Lanes: o.lanes, Real: o.real}
+		Lanes: o.lanes, Real: o.real, KeepBytes: kept}
 	if t.session, err = t.mount.NewSession(options); err != nil {
 		return t, explainSession(o.mount, err)
 	}

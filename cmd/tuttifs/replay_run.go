@@ -8,6 +8,7 @@ import (
 	"io"
 	"time"
 
+	"tuttifs/engine"
 	"tuttifs/gpufile"
 )
 
@@ -24,6 +25,7 @@ type replay struct {
 	}
 	wall, reading, writing time.Duration
 	lookup, layer          histogram
+	kept                   engine.KeepStats // of a host buffer that is used
 }
 
 // chainKeys extends the keys of a request: block i's key hashes its parent's key and its id.
@@ -166,6 +168,30 @@ type replayDocument struct {
 	Layer            latencyDocument `json:"layer_latency"`
 	VerifyFailures   uint64          `json:"verify_failures"`
 	Evictions        uint64          `json:"evictions"`
+	HostBuffer       *keptDocument   `json:"host_buffer,omitempty"`
+}
+
+// keptDocument is what a session kept of blocks that the mount declined.
+type keptDocument struct {
+	Blocks   uint64 `json:"room_blocks"`
+	Declined uint64 `json:"declined_blocks"`
+	Kept     uint64 `json:"kept_blocks"`
+	Hit      uint64 `json:"hit_blocks"`
+	Written  uint64 `json:"written_blocks"` // brought to the drives when they were hit
+	Refused  uint64 `json:"refused_blocks"` // declined once more then
+	Evicted  uint64 `json:"evicted_blocks"`
+	Bad      uint64 `json:"bad_blocks"`
+	Spared   uint64 `json:"bytes_spared"` // declined, and not written since
+}
+
+// keptDocument is nil where there was no host buffer.
+func (r *replay) keptDocument() *keptDocument {
+	k := &r.kept
+	if k.Slots == 0 {
+		return nil
+	}
+	return &keptDocument{Blocks: k.Slots, Declined: k.Declined, Kept: k.Kept, Hit: k.Hits, Written: k.Written,
+		Refused: k.Refused, Evicted: k.Evicted, Bad: k.Bad, Spared: (k.Declined - k.Written) * k.SlotBytes}
 }
 
 func (r *replay) document() replayDocument {
@@ -179,6 +205,7 @@ func (r *replay) document() replayDocument {
 		ReadGBPerSecond: gbPerSecond(t.bytesRead, r.reading), WriteGBPerSecond: gbPerSecond(t.bytesWritten, r.writing),
 		Seconds: r.wall.Seconds(), ReadSeconds: r.reading.Seconds(), WriteSeconds: r.writing.Seconds(),
 		Lookup: r.lookup.document(), Layer: r.layer.document(), VerifyFailures: t.failures, Evictions: t.evictions,
+		HostBuffer: r.keptDocument(),
 	}
 }
 
@@ -208,6 +235,11 @@ func (r *replay) print(out io.Writer) {
 		row("verify failures", "%d", d.VerifyFailures)
 	}
 	row("evictions", "%d", d.Evictions)
+	if k := d.HostBuffer; k != nil {
+		row("host buffer", "room for %d blocks; of %d declined %d were kept, %d hit, %d written then, %d pushed out",
+			k.Blocks, k.Declined, k.Kept, k.Hit, k.Written, k.Evicted)
+		row("writes spared", "%s", humanBytes(k.Spared))
+	}
 	w.Flush()
 }
 
