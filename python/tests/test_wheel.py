@@ -82,3 +82,16 @@ class Wheel(unittest.TestCase):
         version = run(sys.executable, "-m", "tuttifs", "--version", PYTHONPATH=target)
         self.assertEqual(version, run(self.built["TUTTIFS_BINARY"], "--version"))
         self.assertEqual(run(os.path.join(target, "bin/tuttifs"), "--version", PYTHONPATH=target), version)
+
+    def test_in_an_environment_of_its_own(self):
+        """The wheel, in an environment with nothing else: the package, the library and the command work there."""
+        made = subprocess.run([sys.executable, "-m", "venv", os.path.join(self.dir, "venv")], capture_output=True, text=True)
+        if made.returncode:
+            self.skipTest(f"python3 has no venv here: {made.stdout.strip()}")
+        wheel, python = self.build("a"), os.path.join(self.dir, "venv/bin/python")
+        run(python, "-m", "pip", "-q", "--disable-pip-version-check", "install", "--no-index", wheel)
+        for command in ((python, "-m", "tuttifs"), (os.path.join(self.dir, "venv/bin/tuttifs"),)):
+            self.assertIn("usage: tuttifs COMMAND", run(*command, "--help"))
+        about = run(python, "-c", "import tuttifs, tuttifs._lib as l; print(l.loaded().version[0] == l.MAJOR, "
+                    "tuttifs.__file__)")
+        self.assertTrue(about.startswith(f"True {self.dir}/venv/"), about)
