@@ -72,7 +72,7 @@ test-nvme: scripts/need-go.sh
 test-vllm: build lib
 	@scripts/test-engines.sh vllm build/vllm
 
-# The adapters for SGLang and LMCache with those packages' own loaders, host pools and controllers, without a GPU: three
+# The adapters for SGLang and LMCache with those packages' own loaders, host pools and controllers, without a GPU: four
 # minutes, and 6 GB in build/adapters the first time.
 test-adapters: build lib
 	@scripts/test-engines.sh adapters build/adapters

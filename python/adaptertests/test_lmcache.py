@@ -299,7 +299,7 @@ class Engine(Mounted):
         mask = two.retrieve(tokens, req_id="r")
         self.assertEqual(int(mask.sum()), 5 * CHUNK)
         two.lookup_unpin("r")
-        self.assertEqual(two.storage_manager.storage_backends["tuttifs"]._held, {})
+        self.assertEqual(two.storage_manager.storage_backends["tuttifs"]._holds._held, {})
         self.assertTrue(torch.equal(empty[:, :, :5 * CHUNK], kv[:, :, :5 * CHUNK]))
         self.assertEqual(int(empty[:, :, 5 * CHUNK:].abs().sum()), 0)
         self.assertEqual(two.lookup([7, *tokens]), 0)

@@ -128,6 +128,17 @@ class OnAMount(unittest.TestCase):
             time.sleep(0.02)
         self.assertEqual((self.pages.present(keys), self.pages.gone()), ([True, True, False, True], []))
 
+    def test_made_without_a_mount(self):
+        """Pages of a mount that is gone are misses until it is back."""
+        self.volume.kill()
+        pages = Pages(self.attachment, self.options, "late", {**IDENTITY, "page_bytes": PAGE}, PARTS)
+        self.assertEqual((pages.leading([bytes(32)]), pages.present([bytes(32)])), (0, [False]))
+        self.volume.mount()
+        self.pages, limit = pages, time.monotonic() + 30
+        while self.attachment.get() is None and time.monotonic() < limit:
+            time.sleep(0.02)
+        self.stored([bytes([1]) * 32])
+
     def test_by_themselves(self):
         """Pages that hang on nothing: any may go without the others."""
         keys = [bytes([i + 1]) * 32 for i in range(3)]

@@ -14,6 +14,7 @@ import concurrent.futures
 import ctypes
 import dataclasses
 import hashlib
+import itertools
 import logging
 import threading
 import time
@@ -183,7 +184,7 @@ class TuttifsL2Adapter(L2AdapterInterface):
         self._kinds: Dict[Form, Optional[Kind]] = {}
         self._warned = False  # of the hash
         self._holds = Holds()
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._stores, self._lookups, self._loads = (Door(f"tuttifs-{n}") for n in ("store", "lookup", "load"))
         # What LMCache believes to be stored, by its pool. Whoever stores keeps it from whoever looks for what is gone.
         self._told_lock = threading.Lock()
@@ -198,11 +199,6 @@ class TuttifsL2Adapter(L2AdapterInterface):
 
     def get_load_event_fd(self) -> int:
         return self._loads.notifier.fileno()
-
-    def _next(self) -> int:
-        with self._lock:
-            self._number += 1
-            return self._number
 
     def _kind(self, f: Form) -> Optional[Kind]:
         """None for what is not stored, which is said once."""
@@ -234,7 +230,7 @@ class TuttifsL2Adapter(L2AdapterInterface):
         return found
 
     def submit_store_task(self, keys: List[Any], objects: List[Any]) -> int:
-        number = self._next()
+        number = next(self._numbers)
         self._stores.submit(number, lambda: self._store(keys, objects), L2StoreResult(False, 0))
         return number
 
@@ -268,7 +264,7 @@ class TuttifsL2Adapter(L2AdapterInterface):
         return self._stores.take_all()
 
     def submit_lookup_and_lock_task(self, keys: List[Any], group_layout_descs: Dict[int, Any]) -> int:
-        number = self._next()
+        number = next(self._numbers)
         self._lookups.submit(number, lambda: self._look(keys, group_layout_descs), Bitmap(len(keys)))
         return number
 
@@ -296,7 +292,7 @@ class TuttifsL2Adapter(L2AdapterInterface):
             self._holds.end(named(key))
 
     def submit_load_task(self, keys: List[Any], objects: List[Any]) -> int:
-        number = self._next()
+        number = next(self._numbers)
         self._loads.submit(number, lambda: self._load(keys, objects), Bitmap(len(keys)))
         return number
 

@@ -131,7 +131,7 @@ class Pages:
 
     def __init__(self, attachment: "Attachment[End]", options: PageOptions, name: str, fields: Mapping[str, Any],
                  parts: Sequence[int]) -> None:
-        """parts: bytes of each. Raises what is wrong with the identity or the pool."""
+        """parts: bytes of each. Raises what is wrong with the identity or the pool, but not that the mount is gone."""
         self.name, self.parts, self.bytes = name, tuple(parts), sum(parts)
         self._attachment, self._options, self._fields = attachment, options, dict(fields)
         self._events: Optional[Events] = None
@@ -140,7 +140,10 @@ class Pages:
         self._starts: List[Tuple[int, ...]] = [tuple(sum(p[:i]) for i in range(len(p))) for p in sizes]
         end = attachment.get()
         if end is not None:
-            self._pool(end)
+            try:
+                self._pool(end)
+            except GONE as e:
+                attachment.lost(end, e)
 
     def _pool(self, end: End) -> Pool:
         o = self._options
