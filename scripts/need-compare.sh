@@ -1,5 +1,5 @@
 #!/bin/sh
-# need-compare.sh DIR VLLM: makes DIR a Python environment that has what VLLM, one from need-vllm.sh, has, and LMCache, from PyPI,
+# need-compare.sh DIR VLLM: makes DIR a Python environment that has what VLLM, one from need-engines.sh, has, and LMCache, from PyPI,
 # once: some 150 MB. Of what LMCache asks for only that is installed which its connector and its local disk import.
 # The exit status is 3, and the last line the reason, where that cannot be.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
@@ -7,7 +7,7 @@ set -eu
 cd "$(dirname "$0")/.."
 dir=$1 vllm=$2
 version=0.5.6
-scripts/need-vllm.sh "$vllm"
+scripts/need-engines.sh vllm "$vllm"
 [ ! -e "$dir/ready-$version" ] || exit 0
 cannot() { echo "$*"; exit 3; }
 rm -rf "$dir"
