@@ -36,6 +36,12 @@ type EngineStats struct {
 	StoreBufferFilledBytes uint64  `json:"store_buffer_filled_bytes"`
 	StoresRefused          uint64  `json:"stores_refused"`
 	StoresBlockedSeconds   float64 `json:"stores_blocked_seconds"`
+	DeclinedBlocks         uint64  `json:"declined_blocks"` // where processes keep such in their memory
+	KeptBlocks             uint64  `json:"kept_blocks"`
+	KeptHits               uint64  `json:"kept_hits"`
+	KeptWritten            uint64  `json:"kept_written"`
+	KeptEvicted            uint64  `json:"kept_evicted"`
+	SparedBytes            uint64  `json:"spared_bytes"`
 }
 
 // Issued are bytes of deferred writes that went to the drives, by why they went when they did.
@@ -63,7 +69,8 @@ func newEngineStats(c *ioctl.EngineCounters) EngineStats {
 		EstimatedSeconds: seconds(c.EstimatedNanos), EstimatesTookSeconds: seconds(c.TookNanos),
 		EstimatesErrorSeconds: seconds(c.ErrorNanos), StoreBufferBytes: c.StoreBytes,
 		StoreBufferFilledBytes: c.StoreFilledBytes, StoresRefused: c.StoreRefused,
-		StoresBlockedSeconds: seconds(c.StoreBlockedNanos),
+		StoresBlockedSeconds: seconds(c.StoreBlockedNanos), DeclinedBlocks: c.DeclinedBlocks, KeptBlocks: c.KeptBlocks,
+		KeptHits: c.KeptHits, KeptWritten: c.KeptWritten, KeptEvicted: c.KeptEvicted, SparedBytes: c.SparedBytes,
 	}
 }
 
@@ -162,4 +169,15 @@ var engineMetrics = []metric[EngineStats]{
 		func(s *EngineStats) uint64 { return s.StoresRefused }),
 	seconds("stores_blocked_seconds_total", "Time that stores waited for room.",
 		func(s *EngineStats) float64 { return s.StoresBlockedSeconds }),
+	counter("declined_blocks_total", "Blocks that were not admitted to the drives, of sessions that keep such in memory.",
+		func(s *EngineStats) uint64 { return s.DeclinedBlocks }),
+	counter("kept_blocks_total", "Of them committed into that memory.",
+		func(s *EngineStats) uint64 { return s.KeptBlocks }),
+	counter("kept_hits_total", "Blocks that were pinned there.", func(s *EngineStats) uint64 { return s.KeptHits }),
+	counter("kept_written_total", "Of them brought to the drives then.",
+		func(s *EngineStats) uint64 { return s.KeptWritten }),
+	counter("kept_evicted_total", "Blocks that had to go from there for others.",
+		func(s *EngineStats) uint64 { return s.KeptEvicted }),
+	gauge("spared_bytes", "Bytes of declined blocks that were not brought to the drives.",
+		func(s *EngineStats) uint64 { return s.SparedBytes }),
 }

@@ -80,6 +80,9 @@ type KeepStats struct {
 	Bad           uint64 // whose bytes were not right any more
 }
 
+// Spared is the bytes of what was declined and not brought to the drives since.
+func (s *KeepStats) Spared() uint64 { return (s.Declined - min(s.Written, s.Declined)) * s.SlotBytes }
+
 // keptRow is the number of the first row of the memory in a pool's map: beyond those of its drives.
 const keptRow = 1 << 16
 

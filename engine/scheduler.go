@@ -169,5 +169,13 @@ func (s *Session) publish() {
 		EstimatedNanos: nanos(c.Estimated), TookNanos: nanos(c.Took), ErrorNanos: nanos(c.EstimateError),
 		StoreBytes: b.Size, StoreFilledBytes: b.Fill, StoreRefused: b.Refused, StoreBlockedNanos: b.BlockedNanos,
 	}
+	s.keeping.Lock()
+	for _, k := range s.keepers {
+		x := k.report()
+		page.DeclinedBlocks, page.KeptBlocks = page.DeclinedBlocks+x.Declined, page.KeptBlocks+x.Kept
+		page.KeptHits, page.KeptWritten = page.KeptHits+x.Hits, page.KeptWritten+x.Written
+		page.KeptEvicted, page.SparedBytes = page.KeptEvicted+x.Evicted, page.SparedBytes+x.Spared()
+	}
+	s.keeping.Unlock()
 	page.Publish(s.attach.Queues)
 }

@@ -711,8 +711,14 @@ struct tuttifs_engine_counters {
 	uint64_t store_filled_bytes; /* of it in use now */
 	uint64_t store_refused; /* layers that it had no room for */
 	uint64_t store_blocked_nanos; /* time that stores waited for room */
+	uint64_t declined_blocks; /* that the mount's admission policy did not want, where the process keeps such */
+	uint64_t kept_blocks; /* of them committed into the process's memory */
+	uint64_t kept_hits; /* that were pinned there */
+	uint64_t kept_written; /* of them brought to the drives then */
+	uint64_t kept_evicted; /* that had to go for others */
+	uint64_t spared_bytes; /* of those declined that were not brought to the drives */
 };
-TUTTIFS_SIZE(tuttifs_engine_counters, 264);
+TUTTIFS_SIZE(tuttifs_engine_counters, 312);
 
 /* TUTTIFS_ENGINE_COUNTERS_VERSION is what this version writes. */
 #define TUTTIFS_ENGINE_COUNTERS_VERSION 1

@@ -194,6 +194,12 @@ type EngineCounters struct {
 	StoreFilledBytes  uint64 // of it in use now
 	StoreRefused      uint64 // layers that it had no room for
 	StoreBlockedNanos uint64 // time that stores waited for room
+	DeclinedBlocks    uint64 // that the mount's admission policy did not want, where the process keeps such
+	KeptBlocks        uint64 // of them committed into the process's memory
+	KeptHits          uint64 // that were pinned there
+	KeptWritten       uint64 // of them brought to the drives then
+	KeptEvicted       uint64 // that had to go for others
+	SparedBytes       uint64 // of those declined that were not brought to the drives
 }
 
 // EngineCountersVersion is what this version writes.

@@ -191,7 +191,7 @@ func (r *replay) keptDocument() *keptDocument {
 		return nil
 	}
 	return &keptDocument{Blocks: k.Slots, Declined: k.Declined, Kept: k.Kept, Hit: k.Hits, Written: k.Written,
-		Refused: k.Refused, Evicted: k.Evicted, Bad: k.Bad, Spared: (k.Declined - k.Written) * k.SlotBytes}
+		Refused: k.Refused, Evicted: k.Evicted, Bad: k.Bad, Spared: k.Spared()}
 }
 
 func (r *replay) document() replayDocument {
