@@ -424,7 +424,8 @@ struct tuttifs_kv_event {
 /* Tells what happened to a pool's files, whoever did it, in order: *told of at most count events. *since is where the call
  * before has ended, and is moved on; begin with 0, which tells nothing yet, before looking for what is there. There may
  * be more while *told is not 0. The daemon keeps a pool's last 65,536 events: *lost is how many before these are gone,
- * and when it is not 0, what is held of the pool is to be looked up again. A new session begins with 0. Does not wait. */
+ * and when it is not 0, what is held of the pool is to be looked up again. A new session begins with 0. What a session
+ * keeps itself (keep_bytes) is not told before the drives have it. Does not wait. */
 int tuttifs_events(tuttifs_pool_t pool, uint64_t *since, struct tuttifs_kv_event *events, uint64_t count,
                    uint64_t *told, uint64_t *lost);
 
