@@ -165,9 +165,9 @@ type SumsParams struct {
 	_        uint32
 }
 
-// MoveThreads is the largest block of harvest and gather, and the best one: it has half of an SM's registers, and so fits
-// where one of two blocks of an attention kernel has ended. A block that needs all of them waits until an SM is empty, and
-// with the greatest priority it keeps every SM that falls partly free from compute until then.
+// MoveThreads is the largest block of harvest and gather, and the best one: it has half of an SM's registers, and so
+// fits where one of two blocks of an attention kernel has ended. A block that needs all of them waits until an SM is
+// empty, and with the greatest priority it keeps every SM that falls partly free from compute until then.
 const MoveThreads = 256
 
 // HarvestParams of tuttifs_harvest: for each IOCTX of the chunks, copies its payload from the staging to its runs,

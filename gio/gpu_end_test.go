@@ -268,8 +268,8 @@ func TestGPUDriverHangsAtClose(t *testing.T) {
 	}
 }
 
-// TestGPUWaitsBehindCopies: a stream can be told to wait for a read while the copy engine is at its last piece. The stream
-// waits for the bytes all the same, and a copy that fails then ends the read as any other does.
+// TestGPUWaitsBehindCopies: a stream can be told to wait for a read while the copy engine is at its last piece. The
+// stream waits for the bytes all the same, and a copy that fails then ends the read as any other does.
 func TestGPUWaitsBehindCopies(t *testing.T) {
 	for _, last := range []cuda.Result{cuda.Success, cuda.ErrLaunchFailed} {
 		b := smallBench(t, nil)

@@ -31,9 +31,9 @@ func (g *GPU) arrivedChunk(c *gpuChunk) {
 	th.list(c)
 }
 
-// comes takes note that the last piece of a read's chunk is enqueued. With that of the batch's last chunk, its last harvest
-// can be: behind the copies, in place of when somebody has seen that they ended. So streams can be told to wait for the
-// batch while the copy engine is still at it, and whoever enqueues compute behind that is not late.
+// comes takes note that the last piece of a read's chunk is enqueued. With that of the batch's last chunk, its last
+// harvest can be: behind the copies, in place of when somebody has seen that they ended. So streams can be told to wait
+// for the batch while the copy engine is still at it, and whoever enqueues compute behind that is not late.
 func (th *ioThread) comes(c *gpuChunk) error {
 	t := c.t
 	c.comes = true

@@ -38,6 +38,8 @@ if TORCH:
     import kv_model
     from kv_model import Model, random_tokens, same_bits
     from llama_restore import Tuttifs
+else:
+    Tuttifs = object  # --help needs none
 
 SYSTEMS = ["none", "resident", "dram", "vllm-fs", "lmcache-disk", "tuttifs-whole", "tuttifs"]
 
