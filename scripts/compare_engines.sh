@@ -1,13 +1,13 @@
 #!/bin/sh
-# compare_engines.sh DIR VLLM [FLAGS]: runs compare_engines.py with vLLM and LMCache from need-compare.sh in DIR and VLLM, and with
-# what is built in this tree.
+# compare_engines.sh DIR VLLM [FLAGS]: runs compare_engines.py with vLLM and LMCache from need-engines.sh in DIR and VLLM, and
+# with what is built in this tree.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 cd "$(dirname "$0")/.."
 dir=$1 vllm=$2
 shift 2
 status=0
-why=$(scripts/need-compare.sh "$dir" "$vllm") || status=$?
+why=$(scripts/need-engines.sh compare "$dir" "$vllm") || status=$?
 case $status in
   0) ;;
   3) echo "not run: $(printf '%s\n' "$why" | tail -n 1)"; exit 0 ;;

