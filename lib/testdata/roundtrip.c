@@ -78,10 +78,10 @@ static void open_pool(struct rank *r, const char *name)
 	struct tuttifs_pool_options options = {.size = sizeof options, .tokens_per_file = 16, .name = name,
 	    .identity = identity, .objects = objects, .runs = runs, .object_count = (uint32_t)n, .run_count = OBJECTS};
 	OK(tuttifs_pool_open(r->session, &options, &r->pool));
-	options.reserved[3] = 1;
+	options.reserved[2] = 1;
 	tuttifs_pool_t none = NULL;
 	REFUSED(TUTTIFS_EINVAL, tuttifs_pool_open(r->session, &options, &none));
-	options.reserved[3] = 0;
+	options.reserved[2] = 0;
 	objects[0].run_count = 9;
 	REFUSED(TUTTIFS_EINVAL, tuttifs_pool_open(r->session, &options, &none));
 	objects[0].run_count = 1;
