@@ -24,6 +24,7 @@ class Options:
     staging_bytes: int = 256 << 20  # of every rank, half for loads and half for stores
     scheduler: bool = True  # what the engine computes is told to the session's scheduler, which paces loads and stores
     slack_table: str = ""  # path of a table that the scheduler begins with
+    any_slack_table: bool = False  # also one of another machine, or of a model with another cache
     store_bytes: int = 0  # of every rank: memory in which stores wait until the drives have time. 0: none
     retry_seconds: float = 5.0  # between attempts to open a mount again that was lost
     shutdown_seconds: float = 30.0  # that the engine's end waits for stores on their way

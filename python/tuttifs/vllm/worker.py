@@ -172,7 +172,8 @@ class End(Mounted):
         self._slot = slot
         more: Dict[str, Any] = {
             "lanes": options.lanes, "depth": options.depth, "store_bytes": options.store_bytes,
-            "slack_table": options.slack_table, "no_scheduler": not options.scheduler}
+            "slack_table": options.slack_table, "no_scheduler": not options.scheduler,
+            "any_slack_table": bool(options.slack_table and options.any_slack_table)}
 
         def join(mount: Mount) -> Session:
             if cpu:
