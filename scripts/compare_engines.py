@@ -50,7 +50,7 @@ def arguments():
     p.add_argument("--trace", metavar="FILE", help="requests in the Mooncake format, of which whole conversations are "
                    "taken; default: one that `tuttifs trace` makes up")
     p.add_argument("--tokens-per-block", type=int, default=128, help="that stand for the 512 of a trace's block")
-    p.add_argument("--requests", type=int, default=32)
+    p.add_argument("--requests", type=int, default=24)
     p.add_argument("--longest", type=int, default=3584, help="tokens of a prompt; longer ones are not taken")
     p.add_argument("--full-hits", type=int, default=4, help="of the longest prompts, which are asked again")
     p.add_argument("--rounds", type=int, default=3, help="of these, and of streams")
@@ -63,12 +63,12 @@ def arguments():
     p.add_argument("--json", metavar="FILE", help="write one JSON document there")
     p.add_argument("--keep-logs", metavar="DIRECTORY", help="leave the engines' logs there")
     a = p.parse_args()
-    a.systems = a.systems.split(",")
-    unknown = set(a.systems) - set(SYSTEMS)
-    if unknown or "none" not in a.systems:
+    given = set(a.systems.split(","))
+    a.systems = [s for s in SYSTEMS if s in given]
+    if given - set(SYSTEMS) or "none" not in given:
         p.error(f"--systems: some of {', '.join(SYSTEMS)}, and none is what the others are compared with")
-    if a.requests < 1 or a.longest < 2 * BLOCK or a.rounds < 1 or not 1 <= a.tokens_per_block <= TRACE_BLOCK:
-        p.error("--requests, --rounds: one or more; --longest: 256 or more; --tokens-per-block: 1 to 512")
+    if min(a.requests, a.rounds, a.full_hits) < 1 or a.longest < 2 * BLOCK or not 0 < a.tokens_per_block <= TRACE_BLOCK:
+        p.error("--requests, --full-hits, --rounds: one or more; --longest: 256 or more; --tokens-per-block: 1 to 512")
     for path, maker in ((a.tuttifs, "build"), (a.lib, "lib")):
         if not os.path.isfile(path):
             p.error(f"{path} is not there: 'make {maker}' makes it")
@@ -204,10 +204,10 @@ def options(a, system, directory, mount):
 
 
 class Comparison:
-    def __init__(self, a, directory, mount):
+    def __init__(self, a, prompts, directory, mount):
         import engine
         import model
-        self.a, self.prompts, self.report = a, [], {}
+        self.a, self.prompts = a, prompts
         self.kept = {"vllm-fs": Kept(os.path.join(directory, "vllm-fs"), ".bin", BLOCK, BLOCK * KV_BYTES),
                      "lmcache-disk": Kept(os.path.join(directory, "lmcache-disk"), ".pt", CHUNK, CHUNK * KV_BYTES)}
         self.kept["tuttifs"] = self.kept["tuttifs-layerwise"] = Mounted(mount, "", BLOCK, 0)
@@ -283,8 +283,8 @@ class Comparison:
     def full(self):
         """The longest prompts once more, all of them stored: from the store, and right after that from memory."""
         self.hits = []
-        for number in range(self.a.rounds * min(self.a.full_hits, len(self.long))):
-            p, hit = self.long[number % self.a.full_hits], {}
+        for number in range(self.a.rounds * len(self.long)):
+            p, hit = self.long[number % len(self.long)], {}
             for system in self.rotated(number):
                 self.forget(system)
                 hit[system] = self.engines[system].ask(do="ask", prompt=p, tokens=1)
@@ -433,8 +433,7 @@ def main():
                          "another --where")
     with tempfile.TemporaryDirectory(prefix="compare-", dir=a.where) as directory, \
             RamVolume(a.tuttifs, a.where, a.drives, drives // a.drives, 1) as volume, contextlib.ExitStack() as stack:
-        comparison = Comparison(a, directory, volume.mount)
-        comparison.prompts = prompts
+        comparison = Comparison(a, prompts, directory, volume.mount)
         comparison.measure(stack)
         report = summary(a, comparison, time.perf_counter() - begun)
     table(report)

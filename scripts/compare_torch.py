@@ -51,8 +51,8 @@ def arguments():
     p.add_argument("--piece", type=int, default=8192, help="most new tokens of one forward pass")
     p.add_argument("--cached", default="95,90,75,50", help="per cent of the prompt")
     p.add_argument("--bandwidth-tokens", type=int, default=16384, help="stored and loaded without compute, each turn")
-    p.add_argument("--runs", type=int, default=5, help="of every case, in turn; at most")
-    p.add_argument("--seconds", type=float, default=170, help="no turn begins that would not end by then")
+    p.add_argument("--runs", type=int, default=3, help="of every case, in turn; at most")
+    p.add_argument("--seconds", type=float, default=170, help="no case begins that would not end by then")
     p.add_argument("--systems", default=",".join(SYSTEMS), help="of these; resident is needed")
     p.add_argument("--drives", type=int, default=4)
     p.add_argument("--json", metavar="FILE", help="write one JSON document there; - for the output, and no table")
@@ -119,7 +119,7 @@ class Whole:
 
 class Comparison:
     def __init__(self, a):
-        self.a, self.kept, self.turns, self.none = a, {}, 0, []
+        self.a, self.kept, self.turns, self.none, self.wanted = a, {}, 0, [], {}
         note(f"weights and pool on {a.device} ...")
         self.model = Model(a)
         self.tokens = random_tokens(self.model, a.tokens)
@@ -183,26 +183,17 @@ class Comparison:
         n = self.turns % len(systems)
         return systems[n:] + systems[:n]
 
-    def turn(self):
-        """Everything once."""
-        for cached in self.a.cached:
-            blocks, wanted = self.blocks(cached), None
-            # The resident run's states are what the others' are compared with. It is measured where it stands in the
-            # rotation, and run before that where others come first.
-            for system in self.rotated(self.a.systems):
-                if wanted is None and system not in ("none", "resident"):
-                    wanted = self.run("resident", blocks)[1]
-                if system == "none":  # the same whatever is cached, so once a turn
-                    if cached == self.a.cached[0]:
-                        self.none.append(self.run(system, blocks)[0])
-                    continue
-                seconds, result = self.run(system, blocks)
-                wanted = wanted or result
-                self.same(system, blocks, result, wanted)
-                self.times[cached][system].append(seconds)
-        for system in self.rotated(list(self.kept)):
-            self.rate(system)
-        self.turns += 1
+    def case(self, cached):
+        """Each system once."""
+        for system in self.rotated(self.a.systems):
+            if system == "none":  # the same whatever is cached, so once a turn
+                if cached == self.a.cached[0]:
+                    self.none.append(self.run(system, 0)[0])
+                continue
+            blocks = self.blocks(cached)
+            seconds, result = self.run(system, blocks)
+            self.same(system, blocks, result, self.wanted[cached])
+            self.times[cached][system].append(seconds)
 
     def run(self, system, blocks):
         """One time to first token, with the states and the logits."""
@@ -259,9 +250,10 @@ class Comparison:
         kept.use("prompt")
 
     def warm(self):
-        """Every shape once, and every way once: what is done the first time only is none's."""
+        """Every shape once, and every way once: what is done the first time only is none's. What the resident runs give
+        is what all others must give."""
         for cached in self.a.cached:
-            self.run("resident", self.blocks(cached))
+            self.wanted[cached] = self.run("resident", self.blocks(cached))[1]
         for system in self.sources:
             self.run(system, self.blocks(max(self.a.cached)))
 
@@ -270,16 +262,22 @@ class Comparison:
         return self.a.tokens * cached // 100 // self.a.multiple * (self.a.multiple // self.a.block)
 
     def measure(self):
+        """In turns, until the time is over."""
         self.warm()
-        longest = 0.0
-        while self.turns < self.a.runs:
-            begin = time.perf_counter()
-            if self.turns and begin - self.a.begun + 1.05 * longest > self.a.seconds:
-                note(f"no time for turn {self.turns + 1}")
-                break
+        took = {}
+        for self.turns in range(self.a.runs):
             note(f"turn {self.turns + 1} ...")
-            self.turn()
-            longest = max(longest, time.perf_counter() - begin)
+            for what in ["rates", *self.a.cached]:
+                begin = time.perf_counter()
+                if self.turns and begin - self.a.begun + 1.1 * took.get(what, 0.0) > self.a.seconds:
+                    note("no time for more")
+                    return
+                if what == "rates":
+                    for system in self.rotated(list(self.kept)):
+                        self.rate(system)
+                else:
+                    self.case(what)
+                took[what] = time.perf_counter() - begin
 
     def close(self):
         for kept in self.kept.values():
@@ -287,14 +285,14 @@ class Comparison:
 
 
 def spread(values):
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "runs": len(values)}
 
 
 def report(a, c):
     """What was measured, as one document."""
     r = {"output_version": 1, "device": str(c.model.device), "gpu": None, "torch": torch.__version__,
          "where": a.where, "layers": a.layers, "tokens": a.tokens, "block_tokens": a.block,
-         "kv_bytes_per_token": a.layers * 2 * c.model.run_bytes() // a.block, "turns": c.turns,
+         "kv_bytes_per_token": a.layers * 2 * c.model.run_bytes() // a.block,
          "bandwidth_tokens": a.bandwidth_tokens, "seconds": time.perf_counter() - a.begun,
          "systems": {name: source.about for name, source in c.sources.items()}, "cases": [], "rates": {},
          "prompt_stored_seconds": c.stored}
@@ -327,16 +325,16 @@ def say(s, digits):
 
 def table(r):
     print(f"{r['gpu'] or r['device']}, PyTorch {r['torch']}, {r['tokens']} tokens of {r['kv_bytes_per_token']} bytes, "
-          f"files and drives in {r['where']}, {r['turns']} turns: medians (least-most)")
+          f"files and drives in {r['where']}: medians (least-most)")
     for name, about in r["systems"].items():
         print(f"  {name:<14} {about}")
     print("\nTime to first token, ms")
-    print(f"{'cached':>7}  {'':<14} {'ms':>26} {'of no cache':>20} {'of tuttifs':>20} {'of resident':>20}")
+    print(f"{'cached':>7}  {'':<14} {'runs':>4} {'ms':>24} {'of no cache':>20} {'of tuttifs':>20} {'of resident':>20}")
     if "none_ms" in r:
-        print(f"{0:>6}%  {'none':<14} {say(r['none_ms'], 1):>26}")
+        print(f"{0:>6}%  {'none':<14} {r['none_ms']['runs']:>4} {say(r['none_ms'], 1):>24}")
     for case in r["cases"]:
         for name, s in case["systems"].items():
-            print(f"{case['cached_percent']:>6}%  {name:<14} {say(s['ms'], 1):>26}"
+            print(f"{case['cached_percent']:>6}%  {name:<14} {s['ms']['runs']:>4} {say(s['ms'], 1):>24}"
                   + "".join(f" {say(s[k], 3) if k in s else '':>20}" for k in ("of_none", "of_tuttifs", "of_resident")))
     print(f"\nRates without compute, GB/s, {r['bandwidth_tokens']} tokens")
     print(f"{'':<16} {'store':>24} {'load':>24}")
@@ -351,7 +349,7 @@ def main():
         torch.cuda.set_device(a.device)
     tokens = a.tokens + a.runs * a.bandwidth_tokens
     bytes_ = tokens // a.block * (a.layers * kv_model.object_bytes(a) + 8192)
-    files = sum(2 * a.tokens // a.block * a.layers * kv_model.object_bytes(a) for s in a.systems
+    files = sum((a.tokens + a.bandwidth_tokens) // a.block * a.layers * kv_model.object_bytes(a) for s in a.systems
                 if s in ("vllm-fs", "lmcache-disk"))
     free, drives = shutil.disk_usage(a.where).free, bytes_ * 5 // 4 + a.drives * (64 << 20)
     if files + drives > free:
