@@ -2,8 +2,10 @@ package engine
 
 import (
 	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -12,6 +14,8 @@ import (
 	"tuttifs/daemon"
 	"tuttifs/gio"
 	"tuttifs/ioctl"
+	"tuttifs/nvme"
+	"tuttifs/nvme/emu"
 )
 
 // written is the bytes of files that the mount was given to write, by whoever.
@@ -240,4 +244,43 @@ func TestKeepOptions(t *testing.T) {
 	require.NoError(t, (&SessionOptions{KeepBytes: KeepLeast, BounceBytes: 1 << 20}).validate())
 	_, err := (&Mount{}).JoinSession([16]byte{}, SessionOptions{KeepBytes: KeepLeast, BounceBytes: 1 << 20})
 	require.ErrorContains(t, err, "sessions of one process")
+}
+
+// TestMountKeeperFails: a command to the memory that does not complete costs its file and no lane, and the death of the
+// daemon ends a session that keeps something like any.
+func TestMountKeeperFails(t *testing.T) {
+	t.Setenv(admissionVariable, "second-touch")
+	v := newVolume(t)
+	o := mountOptions
+	o.BounceBytes, o.KeepBytes, o.Deadline = 1<<20, 4<<20, 2*time.Second
+	u := newUser(t, v, o, nil)
+	keys, items := chain(1, 2)
+	u.store(1, keys, items, false)
+	grants := make([]Grant, 2)
+	n, err := u.pool.Pin(0, 2, keys, grants)
+	require.NoError(t, err)
+	require.Equal(t, 2, n)
+	lanes := u.session.Ring().Alive()
+	var lost atomic.Bool
+	u.session.kept.controller.SetFaults(func(e *nvme.SQE) *emu.Fault {
+		if e.Opcode == nvme.IORead && lost.CompareAndSwap(false, true) {
+			return &emu.Fault{Drop: true}
+		}
+		return nil
+	})
+	l, err := u.session.Ring().OpenLayers(u.pool.Map(), 0, slotsOf(grants))
+	require.NoError(t, err)
+	failed := l.Failed()
+	l.Close()
+	require.True(t, lost.Load())
+	require.True(t, errors.Is(failed[0], gio.ErrTimeout) || errors.Is(failed[1], gio.ErrTimeout), "%v", failed)
+	require.Eventually(t, func() bool { return u.session.Ring().Alive() == lanes }, 10*time.Second, time.Millisecond)
+	u.restoreGrants(keys, grants)
+
+	require.Eventually(t, func() bool { return u.pool.KeepStats().Written == 2 }, 20*time.Second, time.Millisecond)
+	v.kill()
+	_, err = u.pool.Pin(0, 3, keys, grants)
+	require.Error(t, err)
+	_ = u.session.Close()
+	v.start()
 }

@@ -283,7 +283,8 @@ class KV(Store):
 def session_options(a, way):
     options = {} if way.scheduler else {"no_scheduler": True}
     if way.scheduler and a.slack_table:
-        options["slack_table"] = a.slack_table
+        # Of all ways and volumes, whatever drives it is of: what differs is in the session's description.
+        options["slack_table"], options["any_slack_table"] = a.slack_table, True
     return {**options, "store_bytes": a.store_mib << 20} if way.buffer else options
 
 
