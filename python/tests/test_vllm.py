@@ -226,7 +226,8 @@ class Identities(unittest.TestCase):
         changes = [
             {"commit": "abd"}, {"own": {"rope": 2}}, {"own": {"more": 1}}, {"model.model": "n"},
             {"model.dtype": "torch.float16"}, {"model.quantization": "fp8"},
-            {"model.model_class_overrides": {"a": "b"}}, {"model.model_impl": "transformers"}, {"model.disable_sliding_window": True},
+            {"model.model_class_overrides": {"a": "b"}}, {"model.model_impl": "transformers"},
+            {"model.disable_sliding_window": True},
             {"model.quantization_config": {"a": 1}}, {"model.code_revision": "c"}, {"model.model_weights": "w"},
             {"model.multimodal_config": media()}, {"model.multimodal_config": media(mm_processor_kwargs={"a": 1})},
             {"model.multimodal_config": media(video_pruning_rate=0.5)}, {"load.load_format": "dummy"},
@@ -253,7 +254,8 @@ class Identities(unittest.TestCase):
         """Data-parallel replicas above all."""
         here = self.pool_of(self.config())
         for change in ({"parallel.data_parallel_size": 4, "parallel.data_parallel_rank": 3},
-                       {"model.max_model_len": 200}, {"own": {"_name_or_path": "y", "transformers_version": "5"}}, {"model.seed": 7},
+                       {"model.max_model_len": 200}, {"own": {"_name_or_path": "y", "transformers_version": "5"}},
+                       {"model.seed": 7},
                        {"load.load_format": "safetensors"},
                        {"lora": SimpleNamespace(lora_dtype="auto", target_modules=None,
                                                 enable_tower_connector_lora=False)}):

@@ -149,7 +149,6 @@ class Restored(unittest.TestCase):
         self.assertEqual(counts["stored_bytes"], self.files() * FILE_BYTES)
         self.assertEqual(counts["loaded_bytes"], counts["loaded_files"] * FILE_BYTES)
         self.assertGreater(counts["loaded_files"], 0)
-        self.assertGreater(counts["load_seconds"], 0)
         for name in ("failed_files", "unstored_files", "declined_files", "tainted_files", "lookup_errors"):
             self.assertEqual(counts[name], 0, name)
 
@@ -338,28 +337,49 @@ class Restored(unittest.TestCase):
             e.end()
 
     def test_5_hybrid(self) -> None:
-        """Layers with a window, and layers without: a prefix hits where both groups have what the next token needs. Two
-        ranks hold the same KV: one of them stores, and one reads."""
-        hybrid = model.make(os.path.join(self.dir, "hybrid"), hybrid=True)
-        with Engine(hybrid, os.path.join(self.dir, "hybrid.log"), tensor_parallel_size=2,
-                    **connector(self.volume.path)) as e:
+        """Layers with a window, and layers without: a prefix hits where both groups have what the next token needs."""
+        hybrid = model.make(os.path.join(self.dir, "hybrid"), base=model.HYBRID)
+        with Engine(hybrid, os.path.join(self.dir, "hybrid.log"), **connector(self.volume.path)) as e:
             e.ready()
             before, prompts = self.files(), [PROMPTS[n] for n in ("odd", "long", "short")]
             computing = e.generate(prompts, TOKENS)
             self.assertEqual([o["cached"] for o in computing], [0, 0, 0])
             # Each group has its own files.
-            self.stored(before + 2 * sum(computed(PROMPTS[n]) for n in ("odd", "long", "short")))
+            self.stored(before + 2 * sum(computed(p) for p in prompts))
             e.reset()
-            read = self.read()
             restored = e.generate(prompts, TOKENS)
-            read = self.read() - read
             self.assertEqual([o["cached"] for o in restored], [whole(p) for p in prompts])
             self.assertEqual([o["tokens"] for o in restored], [o["tokens"] for o in computing])
             # Of 320 tokens the window's group loads its last two files.
-            files = (whole(PROMPTS["odd"]) + whole(PROMPTS["long"])) // FILE + 2 + 2
-            self.assertEqual(e.count("tuttifs_loaded_files"), 2 * files)  # by each rank
-            size = FILE_BYTES // model.LAYERS // model.KV_HEADS  # a layer in a group, a head
-            self.assertIn(read, range(files * size, files * (size + 8192)))  # with trailers
+            self.assertEqual(e.count("tuttifs_loaded_files"), sum(whole(p) for p in prompts) // FILE + 2 + 2)
+            e.end()
+
+    def test_6_latent(self) -> None:
+        """Latent attention: all ranks hold the same KV, of which one rank stores all and one reads all."""
+        mla = model.make(os.path.join(self.dir, "mla"), base=model.MLA)
+        with Engine(mla, os.path.join(self.dir, "mla.log"), tensor_parallel_size=2, block_size=16,
+                    **connector(self.volume.path)) as e:
+            e.ready()
+            before, prompts = self.files(), [PROMPTS[n] for n in ("odd", "long")]
+            # vLLM's latent attention for CPUs does not repeat itself when it computes several prompts, or one with
+            # and without a prefix: only restores are compared.
+            for p in prompts:
+                self.assertEqual(e.generate([p], TOKENS)[0]["cached"], 0)
+            self.stored(before + sum(computed(p) for p in prompts))
+            self.assertEqual(e.count("tuttifs_stored_files"), sum(computed(p) for p in prompts))
+            tokens, files = [], sum(whole(p) for p in prompts) // FILE
+            size = FILE * model.LAYERS * (model.MLA["kv_lora_rank"] + model.MLA["qk_rope_head_dim"]) * 4
+            for n in (1, 2):
+                read = self.read()
+                for p in prompts:
+                    e.reset()
+                    (o,) = e.generate([p], TOKENS)
+                    self.assertEqual(o["cached"], whole(p))
+                    tokens.append(o["tokens"])
+                self.assertEqual(e.count("tuttifs_loaded_files"), n * 2 * files)  # by each rank
+                self.assertIn(self.read() - read, range(files * size, files * (size + 8192)))  # with trailers
+            self.assertEqual(tokens[:2], tokens[2:])
+            self.assertEqual(e.count("tuttifs_failed_files"), 0)
             e.end()
 
 

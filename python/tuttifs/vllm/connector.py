@@ -116,7 +116,7 @@ class TuttifsConnector(KVConnectorBase_V1, SupportsHMA):
                                "not be told which blocks failed")
         self._stores = transfer.is_kv_producer
         self._loads = transfer.is_kv_consumer
-        # Ranks that hold the same KV (MLA, fewer heads than ranks) have one copy of it, written by the first of them.
+        # Ranks that hold the same KV (MLA) have one copy of it, written by the first of them.
         self._replicas = kv_cache_config.kv_tp_replicas
         self._scheduling: Optional[Scheduling] = None
         self._worker: Optional[Worker] = None

@@ -376,7 +376,8 @@ class Scheduling:
             return
         if not self._stopped:
             log.warning("tuttifs: the cache was reset, as by sleep, and is not used any more: if the weights are "
-                        "others, start the engine again with another weights_epoch; if they always stay, set fixed_weights")
+                        "others, start the engine again with another weights_epoch; if they never change, set "
+                        "fixed_weights")
         self._stopped = True
 
     def _trouble(self, end: End, e: Error) -> None:

@@ -1,4 +1,4 @@
-"""One read of the drives for ranks that hold the same KV (MLA, or fewer heads than ranks).
+"""One read of the drives for ranks that hold the same KV (MLA).
 
 The first of them, the leader, reads and verifies files in memory that all of them map; each copies from there to its
 own blocks. They take up loads in the same order, that of the scheduler's steps. The leader says when a layer is in the
@@ -35,7 +35,7 @@ class Channel:
 
     def __init__(self, s: socket.socket) -> None:
         self._socket = s
-        _, uid, _ = struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        _, uid, _ = struct.unpack("iII", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             s.close()
             raise PermissionError("a process of another user")

@@ -795,7 +795,7 @@ class Worker:
         new = [part.first + i for i, lease in enumerate(reservation) if lease.status.to_be_written]
         self._reservation = None
         if not new:
-            reservation.abort()
+            quietly(reservation.abort)  # or another rank has, which has nothing to write either
             return
         reservation.commit((self.rank.number,))
         self.counts.add("stored_files", len(new))
