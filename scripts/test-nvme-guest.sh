@@ -249,6 +249,12 @@ real() {
   kill -KILL $(pidof tuttifs | tr ' ' '\n' | grep -v "^$(daemon)$")
   wait $!
   within 10 mediated
+  must tuttifs info /mnt/kv
+  says "queue pairs of the drives' own, as engines say"
+  grep -A 4 "queue pairs of the drives' own" /tmp/out
+  must tuttifs info --json /mnt/kv
+  ! grep -q '"mixed_commands": *[1-9]' /tmp/out || fail "reads and writes met on a drive"
+  ! grep -q '"passed_by": *[1-9]' /tmp/out || fail "an engine did not leave a drive to others"
   must tuttifs umount /mnt/kv
 
   title "the same volume where the mount does not allow it"
