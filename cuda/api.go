@@ -96,9 +96,13 @@ const (
 	AttributeHostRegisterSameAddr  Attribute = 91
 	AttributeGPUDirectRDMA         Attribute = 116
 	AttributeGPUDirectRDMAFlush    Attribute = 117
-	AttributeGPUDirectRDMAOrdering Attribute = 118
+	AttributeGPUDirectRDMAOrdering Attribute = 118 // of others' writes: DirectOrderedOwner or more needs no flush here
 	AttributeDMABuf                Attribute = 124
 )
+
+// DirectOrderedOwner is CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER: kernels of the memory's own device that are launched
+// when a device's write is known to be done see it.
+const DirectOrderedOwner = 100
 
 // DevResource is CUdevResource of ABI version 1.
 type DevResource struct {

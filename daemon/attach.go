@@ -126,7 +126,8 @@ func (c *Control) serve(conn *net.UnixConn, uid uint32) {
 		_ = conn.Close()
 	}()
 	_ = conn.SetReadDeadline(time.Now().Add(attachPatience))
-	r, err := receive(conn)
+	r, sent, err := receive(conn)
+	sent.close()
 	if err != nil || r.Kind != ioctl.MessageAttach {
 		refuse(conn, r.Kind, err)
 		return
@@ -163,8 +164,9 @@ func refuse(conn *net.UnixConn, kind uint16, err error) {
 // converse serves the lanes' messages until the other end hangs up, which ends the member.
 func (m *member) converse(conn *net.UnixConn) {
 	for {
-		r, err := receive(conn)
+		r, sent, err := receive(conn)
 		if err != nil {
+			sent.close()
 			if errors.Is(err, ioctl.ErrMessage) {
 				refuse(conn, 0, err)
 			}
@@ -178,9 +180,14 @@ func (m *member) converse(conn *net.UnixConn) {
 			err = m.quiesceLane(r.Lane)
 		case ioctl.MessageReattach:
 			err = m.reattachLane(r.Lane)
+		case ioctl.MessageReach:
+			reply.DMABase, err = m.reach(sent, r.MemoryBytes)
+		case ioctl.MessageRelease:
+			err = m.release(r.MemoryAddress)
 		default:
 			err = ioctl.EBUSY
 		}
+		sent.close()
 		if err != nil {
 			reply.Errno = int32(errnoOf(err))
 		}
@@ -218,17 +225,28 @@ func (m *member) reattachLane(i uint32) error {
 	return m.attachLane(int(i))
 }
 
-// receive reads one request. Descriptors that someone sends along are closed by the kernel: no room is given for them.
-func receive(conn *net.UnixConn) (ioctl.AttachRequest, error) {
+// receive reads one request, and the descriptor that may come along, which the caller closes whatever is returned. More
+// of them are closed by the kernel: no room is given for them.
+func receive(conn *net.UnixConn) (ioctl.AttachRequest, descriptors, error) {
 	b := make([]byte, unsafe.Sizeof(ioctl.AttachRequest{})+1)
-	n, _, _, _, err := conn.ReadMsgUnix(b, nil)
+	oob := make([]byte, unix.CmsgSpace(4))
+	n, oobn, _, _, err := conn.ReadMsgUnix(b, oob)
 	if err != nil {
-		return ioctl.AttachRequest{}, err
+		return ioctl.AttachRequest{}, nil, err
+	}
+	var sent descriptors
+	if messages, err := unix.ParseSocketControlMessage(oob[:oobn]); err == nil {
+		for i := range messages {
+			if fds, err := unix.ParseUnixRights(&messages[i]); err == nil {
+				sent = append(sent, fds...)
+			}
+		}
 	}
 	if n == 0 {
-		return ioctl.AttachRequest{}, io.EOF
+		return ioctl.AttachRequest{}, sent, io.EOF
 	}
-	return ioctl.ParseAttachRequest(b[:n])
+	r, err := ioctl.ParseAttachRequest(b[:n])
+	return r, sent, err
 }
 
 func send(conn *net.UnixConn, reply *ioctl.AttachReply, fds descriptors) error {

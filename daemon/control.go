@@ -469,14 +469,16 @@ type MemberInfo struct {
 	PID      uint32 `json:"pid"`
 	Attached bool   `json:"attached"`
 	// Mode is "real" if the process has queue pairs of RealDrives' own, past the daemon; else "mediated".
-	Mode       string    `json:"mode"`
-	RealDrives []uint16  `json:"real_drives,omitempty"`
-	Lanes      uint32    `json:"lanes"`
-	Depth      uint32    `json:"depth"`
-	ArenaBytes uint64    `json:"arena_bytes"`
-	DMABytes   uint64    `json:"dma_bytes"`
-	Since      time.Time `json:"since"`
-	Ending     bool      `json:"ending"`
+	Mode       string   `json:"mode"`
+	RealDrives []uint16 `json:"real_drives,omitempty"`
+	// ReachedBytes are memory of others, a GPU's, that these drives read and write themselves; 0: all is bounced.
+	ReachedBytes uint64    `json:"reached_bytes,omitempty"`
+	Lanes        uint32    `json:"lanes"`
+	Depth        uint32    `json:"depth"`
+	ArenaBytes   uint64    `json:"arena_bytes"`
+	DMABytes     uint64    `json:"dma_bytes"`
+	Since        time.Time `json:"since"`
+	Ending       bool      `json:"ending"`
 	// MapGenerations are the map generations that the process has acknowledged, by pool.
 	MapGenerations map[uint16]uint64 `json:"map_generations"`
 }

@@ -44,6 +44,7 @@ func (d *Daemon) stats() *StatsDocument {
 	sessions := map[uint32]bool{}
 	for _, m := range d.control.Members() {
 		sessions[m.Session] = true
+		doc.Reached += m.ReachedBytes
 	}
 	doc.Sessions = uint64(len(sessions))
 	for id, e := range d.control.Engines() {
@@ -254,6 +255,8 @@ var volumeMetrics = []metric[StatsDocument]{
 	{"uptime_seconds", "Time since the mount.", prometheus.GaugeValue,
 		func(s *StatsDocument) float64 { return s.UptimeSeconds }},
 	gauge("sessions", "Engines' sessions now.", func(s *StatsDocument) uint64 { return s.Sessions }),
+	gauge("reached_bytes", "Memory of GPUs that SSDs of engines with real queue pairs read and write themselves.",
+		func(s *StatsDocument) uint64 { return s.Reached }),
 	gauge("space_total_bytes", "Size of the volume as df shows it.",
 		func(s *StatsDocument) uint64 { return s.Space.TotalBytes }),
 	gauge("space_used_bytes", "Bytes of committed and reserved files.",

@@ -60,7 +60,8 @@ type realSide struct {
 	mapped       []*vfio.Buffer // queue and DMA memory, for each controller
 	sgl          bool
 	commandBytes uint32
-	quarantined  atomic.Bool // a controller that is dead may still write to the memory
+	reached      map[uint64]*reached // memory of others, by its address
+	quarantined  atomic.Bool         // a controller that is dead may still write to the memory
 }
 
 // has says whether the d-th drive's queues are its own.
@@ -268,6 +269,9 @@ func (m *member) unmapReal() bool {
 		return false
 	}
 	free := true
+	for _, x := range m.real.reached {
+		m.freeReached(x) // nobody waits for it
+	}
 	for _, b := range m.real.mapped {
 		if err := b.Free(); err != nil {
 			m.c.o.Logf("session %d, process %d: memory is kept: %v", m.leases.SessionID(), m.pid(), err)

@@ -2,12 +2,14 @@ package daemon
 
 import (
 	"encoding/binary"
+	"errors"
 	"os"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
 	"tuttifs/extentmap"
@@ -429,3 +431,72 @@ func TestRealAfterRestart(t *testing.T) {
 type keepOpen struct{ *nvmetest.Emulated }
 
 func (keepOpen) Close() error { return nil }
+
+// TestRealReachesMemory: SSDs reach memory that a descriptor names, for as long as the engine wants, and no other.
+func TestRealReachesMemory(t *testing.T) {
+	ssd := newSSD(t, emu.Config{SGL: true}, vfio.Options{})
+	w := realWorld(t, gpufile.Options{}, ControlOptions{}, ssd)
+	mapped, shared := ssd.transport.Mapped(), sharedMappings(t)
+	c := w.open(true)
+	_, a := c.session(realOptions)
+	own := ssd.transport.Mapped()
+	fd, memory, err := ioctl.NewSharedMemory("reached", 8<<10)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, errors.Join(unix.Close(fd), ioctl.Unmap(memory))) }()
+	address, err := a.Reach(fd, 8<<10)
+	require.NoError(t, err)
+	require.Equal(t, own+1, ssd.transport.Mapped())
+	require.EqualValues(t, 8<<10, w.control.Members()[0].ReachedBytes)
+
+	q := newPair(t, a, 0, 0)
+	memory[4096], memory[8191] = 1, 2
+	e := unitAt(a, 0, true, 4096)
+	e.DPTR[0] = address + 4096
+	require.Zero(t, q.do(e))
+	e = unitAt(a, 0, false, 4096)
+	e.DPTR[0] = address
+	require.Zero(t, q.do(e))
+	require.Equal(t, memory[4096:], memory[:4096])
+
+	file, err := os.CreateTemp(t.TempDir(), "")
+	require.NoError(t, err)
+	defer file.Close()
+	null, err := os.Open(os.DevNull)
+	require.NoError(t, err)
+	defer null.Close()
+	sealed, err := unix.MemfdCreate("sealed", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	require.NoError(t, err)
+	defer unix.Close(sealed)
+	require.NoError(t, unix.Ftruncate(sealed, 4096))
+	_, err = unix.FcntlInt(uintptr(sealed), unix.F_ADD_SEALS, unix.F_SEAL_WRITE)
+	require.NoError(t, err)
+	for name, x := range map[string]struct {
+		fd    int
+		bytes uint64
+		want  error
+	}{
+		"no bytes": {fd, 0, ioctl.EINVAL}, "no page": {fd, 100, ioctl.EINVAL}, "all bytes": {fd, 1 << 63, ioctl.EINVAL},
+		"a device": {int(null.Fd()), 4096, ioctl.EINVAL}, "not to be mapped": {sealed, 4096, ioctl.ENODEV},
+	} {
+		_, err := a.Reach(x.fd, x.bytes)
+		require.ErrorIs(t, err, x.want, name)
+	}
+	require.ErrorIs(t, a.Release(address+4096), ioctl.ENOENT)
+	require.NoError(t, a.Release(address))
+	require.ErrorIs(t, a.Release(address), ioctl.ENOENT)
+	require.Equal(t, own, ssd.transport.Mapped())
+	require.Zero(t, w.control.Members()[0].ReachedBytes)
+	e.DPTR[0] = address
+	require.NotZero(t, q.do(e), "it is reached no more")
+
+	_, err = a.Reach(fd, 8<<10)
+	require.NoError(t, err)
+	require.NoError(t, a.Close())
+	require.Eventually(t, func() bool { return len(w.control.Members()) == 0 }, 10*time.Second, time.Millisecond)
+	require.Equal(t, mapped, ssd.transport.Mapped(), "it ends with the session")
+	require.Equal(t, shared, sharedMappings(t))
+
+	_, b := w.open(true).session(ioctl.AttachOptions{Lanes: 1, Depth: 16, DMABytes: 4096})
+	_, err = b.Reach(fd, 8<<10)
+	require.ErrorIs(t, err, ioctl.EINVAL, "a virtual controller reaches the DMA memory alone")
+}

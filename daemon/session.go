@@ -66,6 +66,7 @@ type shared struct {
 	arena, queues, dma []byte
 	inode              uint64 // of the arena's memfd
 	lanes, depth       uint32
+	reached            uint64        // bytes of others' memory that its SSDs reach
 	real               []uint16      // drives whose own queue pairs it was given
 	shares             []*driveShare // of those
 	total              uint64        // bytes charged against SharedBytesMax
@@ -248,7 +249,8 @@ func (m *member) info() MemberInfo {
 	defer m.use.RUnlock()
 	return MemberInfo{Member: m.id, Session: m.leases.SessionID(), UID: m.uid, PID: m.pid(),
 		Attached: m.shared.arena != nil, Mode: m.shared.mode(), RealDrives: m.shared.real,
-		Lanes: m.shared.lanes, Depth: m.shared.depth,
+		ReachedBytes: m.shared.reached,
+		Lanes:        m.shared.lanes, Depth: m.shared.depth,
 		ArenaBytes: uint64(len(m.shared.arena)), DMABytes: uint64(len(m.shared.dma)),
 		Since: m.since, Ending: m.gone.Load(), MapGenerations: m.allAcks()}
 }

@@ -230,6 +230,7 @@ type StatsDocument struct {
 	Mount         MountStats           `json:"mount"`  // what the mount's own readers and writers did
 	Space         SpaceStats           `json:"space"`
 	Sessions      uint64               `json:"sessions"`
+	Reached       uint64               `json:"reached_bytes"` // of GPUs' memory, by SSDs themselves
 	ReadErrors    uint64               `json:"read_errors"`
 	WriteErrors   uint64               `json:"write_errors"`
 	Transactions  uint64               `json:"transactions"`

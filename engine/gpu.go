@@ -8,6 +8,7 @@ import (
 
 	"tuttifs/cuda"
 	"tuttifs/gio"
+	"tuttifs/ioctl"
 )
 
 // GPUOptions of a session whose commands are built by a GPU.
@@ -19,6 +20,9 @@ type GPUOptions struct {
 	StagingBytes int  // of device memory, 256 MiB
 	Polling      bool // the polling executor instead of the ring
 	PollSMs      int  // its green context, 0: the whole GPU
+	// DMA is how SSDs that serve queue pairs of the session's reach the GPU's memory; nil is by a mapping of its
+	// dma-buf. It is used where all drives do, and a probe has shown that it works.
+	DMA DeviceDMA
 	// Driver is this machine's where it is nil.
 	Driver *cuda.Driver
 	// Tune, where it is set, changes the ring's configuration before the ring is made: benches switch single ideas off.
@@ -45,6 +49,7 @@ const (
 type gpuSide struct {
 	context *cuda.Context
 	ring    *gio.GPU
+	memory  *deviceMemory // nil where no drive is real
 }
 
 // open retains the GPU's context; it stays nil where Auto allows for the CPU.
@@ -68,6 +73,12 @@ func (s *Session) buildGPU(config gio.RingConfig, o *GPUOptions) error {
 	if t := s.paces.Table(); t != nil { // the scheduler takes what it needs of it
 		grids := t.IO.Harvest.Grids
 		c.HarvestBlocks = max(gio.HarvestBlocksDefault, grids[len(grids)-1].Blocks)
+	}
+	if s.attach.Reply.Mode == ioctl.ModeReal {
+		s.gpu.memory = s.newDeviceMemory(o)
+		if s.gpu.memory.dma != nil {
+			c.Peer, c.Unpeer = s.gpu.memory.peer, s.gpu.memory.unpeer
+		}
 	}
 	if o.Tune != nil {
 		o.Tune(&c)

@@ -66,6 +66,9 @@ func (s *Session) OpenPool(spec PoolSpec) (*Pool, error) {
 				o, n, s.attach.Reply.CommandBytes)
 		}
 	}
+	if s.gpu.memory != nil {
+		s.gpu.memory.prove(s, p)
+	}
 	return p, nil
 }
 

@@ -113,6 +113,10 @@ func TestGPUProcessRealPairs(t *testing.T) {
 			gpu := newUser(t, v, o, nil)
 			require.Contains(t, gpu.session.Describe(), "GPU ring on device")
 			require.Contains(t, gpu.session.Describe(), "real queue pairs of all drives: 3 lanes on 3 drives, ")
+			t.Log(gpu.session.Describe())
+			if !k.real {
+				require.Contains(t, gpu.session.Describe(), "GPU memory: direct by a mapping of its dma-buf")
+			}
 			keys, items := chain(1, 20)
 			gpu.storeFromDevice(1, keys, items)
 			gpu.restoreToDevice(2, 0, keys)

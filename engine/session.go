@@ -495,7 +495,12 @@ func (s *Session) GPU() *gio.GPU { return s.gpu.ring }
 func (s *Session) CUDA() *cuda.Context { return s.gpu.context }
 
 // Describe states the executor, the DMA mode in use and the memory that it has, for the log of the session's maker.
-func (s *Session) Describe() string { return s.about }
+func (s *Session) Describe() string {
+	if s.gpu.memory == nil {
+		return s.about
+	}
+	return s.about + "; " + s.gpu.memory.String()
+}
 
 // DMA is memory that controllers reach, beyond the bounce cells and what the ring needs itself.
 func (s *Session) DMA() []byte { return s.ring.DMA() }

@@ -14,6 +14,9 @@ import (
 	"tuttifs/nvme"
 )
 
+// PeerFunc says by what I/O address controllers reach device memory, false where they do not.
+type PeerFunc func(p cuda.Pointer, n uint64) (address uint64, ok bool)
+
 // GPUConfig of the executor whose commands are built by kernels.
 type GPUConfig struct {
 	// RingConfig is as for the CPU ring; Step is not used.
@@ -31,9 +34,10 @@ type GPUConfig struct {
 	HarvestBytes int
 	// HarvestBlocks is the grid of harvest and gather; 0 means HarvestBlocksDefault, at most the device's SMs.
 	HarvestBlocks int
-	// Peer says by what I/O address controllers reach device memory, false where they do not. Nil: never; transfers
-	// of device memory are bounced.
-	Peer func(p cuda.Pointer, n uint64) (address uint64, ok bool)
+	// Peer is asked for memory that is registered. Nil: controllers reach none; transfers of device memory are bounced.
+	Peer PeerFunc
+	// Unpeer is told when memory that Peer, or Paged.Peer, said an address of is no longer used by it; nil: nobody is.
+	Unpeer func(p cuda.Pointer, n uint64)
 	// Polling serves each batch by a kernel that polls the completion queues, on PollSMs SMs (0: anywhere).
 	Polling bool
 	PollSMs int

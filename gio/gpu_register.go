@@ -13,6 +13,8 @@ import (
 type Paged struct {
 	Blocks  uint64
 	Classes [][]cuda.StridedRun
+	// Peer is as in GPUConfig, for this memory and its tables; nil: the executor's.
+	Peer PeerFunc
 }
 
 // deviceRange is what registered memory is on the device.
@@ -22,6 +24,13 @@ type deviceRange struct {
 	paged  *paged
 	memory cuda.Pointer // the table and its lists, 0 for flat memory
 	bytes  uint64
+	peers  []peerRange // what controllers were told to reach
+}
+
+// peerRange is memory that Peer said an address of.
+type peerRange struct {
+	p cuda.Pointer
+	n uint64
 }
 
 // paged is the arithmetic of a paged registration.
@@ -75,20 +84,35 @@ func (g *GPU) RegisterDevice(p cuda.Pointer, n uint64) (*Memory, error) {
 	e := &m.device.entry
 	*e = cuda.KernelRegion{Base: uint64(p), Limit: n, Kind: cuda.RegionFlat}
 	// PRP lists are there for the DMA memory only.
-	if io, ok := g.peer(p, n); ok && g.config.SGL {
+	if io, ok := g.peer(m, g.gpu.Peer, p, n); ok && g.config.SGL {
 		e.IO, e.Direct, m.direct, m.base = io-uint64(p), 1, true, io
 	}
 	if err := g.reachable(m); err != nil {
+		g.unpeer(m)
 		return nil, err
 	}
 	return g.register(m, nil)
 }
 
-func (g *GPU) peer(p cuda.Pointer, n uint64) (io uint64, ok bool) {
-	if g.gpu.Peer == nil {
+// peer asks how controllers reach memory that m needs.
+func (g *GPU) peer(m *Memory, by PeerFunc, p cuda.Pointer, n uint64) (io uint64, ok bool) {
+	if by == nil {
 		return 0, false
 	}
-	return g.gpu.Peer(p, n)
+	if io, ok = by(p, n); ok {
+		m.device.peers = append(m.device.peers, peerRange{p, n})
+	}
+	return io, ok
+}
+
+// unpeer is the end of what m needed.
+func (g *GPU) unpeer(m *Memory) {
+	for _, r := range m.device.peers {
+		if g.gpu.Unpeer != nil {
+			g.gpu.Unpeer(r.p, r.n)
+		}
+	}
+	m.device.peers = nil
 }
 
 func (g *GPU) reachable(m *Memory) error {
@@ -140,11 +164,20 @@ func (g *GPU) RegisterPaged(p Paged) (*Memory, error) {
 	d := &m.device
 	d.paged = &paged{blocks: p.Blocks, classes: uint64(len(p.Classes)), runs: uint64(len(p.Classes[0]))}
 	d.entry = cuda.KernelRegion{Limit: entries, Kind: cuda.RegionTable}
-	list, io, direct := g.pagedDirect(&p)
+	if p.Peer == nil {
+		p.Peer = g.gpu.Peer
+	}
+	list, io, direct := g.pagedDirect(m, &p)
+	if !direct {
+		g.unpeer(m)
+	}
 	tableBytes := entries * uint64(unsafe.Sizeof(cuda.KernelRun{}))
 	d.bytes = tableBytes
 	if direct {
 		d.bytes = (tableBytes+pageBytes-1)&^(pageBytes-1) + entries*list
+		if g.gpu.Unpeer != nil { // an allocation of its own, which others can be told to reach
+			d.bytes = (d.bytes + ownBytes - 1) &^ (ownBytes - 1)
+		}
 	}
 	m.direct = direct
 	return g.register(m, func() error {
@@ -155,7 +188,7 @@ func (g *GPU) RegisterPaged(p Paged) (*Memory, error) {
 		e.Base = uint64(d.memory)
 		lists := uint64(0)
 		if direct {
-			if at, ok := g.peer(d.memory, d.bytes); ok {
+			if at, ok := g.peer(m, p.Peer, d.memory, d.bytes); ok {
 				e.IO, e.Direct, e.TableIO = io, 1, at
 				if list > 0 {
 					lists = uint64(d.memory) + d.bytes - entries*list
@@ -174,12 +207,15 @@ func (g *GPU) RegisterPaged(p Paged) (*Memory, error) {
 	})
 }
 
+// ownBytes is what the driver aligns large allocations to, and gives no part of to others.
+const ownBytes = 2 << 20
+
 // pagedDirect says whether controllers reach all of the pool by one offset, what to add to addresses, and how many
 // bytes of PRP list a run has: none with SGL. Lists serve runs of whole pages of which an object's are in one page.
-func (g *GPU) pagedDirect(p *Paged) (list, io uint64, ok bool) {
+func (g *GPU) pagedDirect(m *Memory, p *Paged) (list, io uint64, ok bool) {
 	for c, class := range p.Classes {
 		for i, r := range class {
-			at, ok := g.peer(cuda.Pointer(r.Base), (p.Blocks-1)*r.Stride+uint64(r.Bytes))
+			at, ok := g.peer(m, p.Peer, cuda.Pointer(r.Base), (p.Blocks-1)*r.Stride+uint64(r.Bytes))
 			if c == 0 && i == 0 {
 				io = at - r.Base
 				list = uint64(r.Bytes) / pageBytes * 8
@@ -300,6 +336,7 @@ func (g *GPU) writeEntry(m *Memory, e *cuda.KernelRegion) error {
 
 // giveBack frees what a registration holds; on the control thread.
 func (g *GPU) giveBack(m *Memory) {
+	g.unpeer(m)
 	if m.device.memory != 0 {
 		g.free(m.device.memory, m.device.bytes)
 		m.device.memory = 0

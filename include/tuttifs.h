@@ -555,6 +555,8 @@ TUTTIFS_SIZE(tuttifs_ticket, 40);
 #define TUTTIFS_MESSAGE_QUIESCE 2 /* stop lane Lane: when the reply says 0 nothing of it touches memory or drives any more */
 #define TUTTIFS_MESSAGE_REATTACH 3 /* begin lane Lane again with zeroed queues */
 #define TUTTIFS_MESSAGE_PING 4 /* answers 0 */
+#define TUTTIFS_MESSAGE_REACH 5 /* one descriptor comes along, a dma-buf or memfd: SSDs reach its memory at the reply's TUTTIFS_DMA_BASE */
+#define TUTTIFS_MESSAGE_RELEASE 6 /* ends the mapping at MemoryAddress: nothing of the process names it any more */
 #define TUTTIFS_MODE_MEDIATED 0 /* the daemon's virtual controllers serve all queues */
 #define TUTTIFS_MODE_REAL 1 /* SSDs that the daemon drives serve theirs, the rest is mediated; EPERM without -o real */
 #define TUTTIFS_LANES_MAX 64
@@ -576,7 +578,9 @@ struct tuttifs_attach_request {
 	uint8_t token[TUTTIFS_TOKEN_BYTES];
 	uint32_t mode; /* Mode* */
 	uint32_t pad;
-	uint64_t reserved[7];
+	uint64_t memory_bytes; /* for TUTTIFS_MESSAGE_REACH: whole pages */
+	uint64_t memory_address; /* for TUTTIFS_MESSAGE_RELEASE */
+	uint64_t reserved[5];
 };
 TUTTIFS_SIZE(tuttifs_attach_request, 120);
 

@@ -19,6 +19,8 @@ const (
 	MessageQuiesce  = 2 // stop lane Lane: when the reply says 0 nothing of it touches memory or drives any more
 	MessageReattach = 3 // begin lane Lane again with zeroed queues
 	MessagePing     = 4 // answers 0
+	MessageReach    = 5 // one descriptor comes along, a dma-buf or memfd: SSDs reach its memory at the reply's DMABase
+	MessageRelease  = 6 // ends the mapping at MemoryAddress: nothing of the process names it any more
 
 	// Modes of an attachment.
 	ModeMediated = 0 // the daemon's virtual controllers serve all queues
@@ -32,21 +34,23 @@ const (
 
 // AttachRequest is what the engine sends.
 type AttachRequest struct {
-	_        structs.HostLayout
-	Magic    uint32 // AttachMagic
-	Version  uint16 // Version
-	Kind     uint16 // Message*
-	Size     uint32 // of this struct
-	Session  uint32
-	Member   uint32
-	Lanes    uint32 // 0 for an arena alone, at most LanesMax
-	Depth    uint32 // entries of each queue: a power of two, 2..DepthMax; 0 without lanes
-	Lane     uint32 // for MessageQuiesce and MessageReattach
-	DMABytes uint64 // 0 without lanes
-	Token    [TokenBytes]byte
-	Mode     uint32 // Mode*
-	Pad      uint32
-	Reserved [7]uint64
+	_             structs.HostLayout
+	Magic         uint32 // AttachMagic
+	Version       uint16 // Version
+	Kind          uint16 // Message*
+	Size          uint32 // of this struct
+	Session       uint32
+	Member        uint32
+	Lanes         uint32 // 0 for an arena alone, at most LanesMax
+	Depth         uint32 // entries of each queue: a power of two, 2..DepthMax; 0 without lanes
+	Lane          uint32 // for MessageQuiesce and MessageReattach
+	DMABytes      uint64 // 0 without lanes
+	Token         [TokenBytes]byte
+	Mode          uint32 // Mode*
+	Pad           uint32
+	MemoryBytes   uint64 // for MessageReach: whole pages
+	MemoryAddress uint64 // for MessageRelease
+	Reserved      [5]uint64
 }
 
 // AttachReply is what the daemon answers.
@@ -241,11 +245,12 @@ func ParseAttachRequest(b []byte) (AttachRequest, error) {
 		return r, fmt.Errorf("%w: version %d, this daemon speaks %d: %w", ErrMessage, r.Version, Version, EPROTO)
 	case r.Size != uint32(unsafe.Sizeof(r)):
 		return r, fmt.Errorf("%w: size field %d: %w", ErrMessage, r.Size, EINVAL)
-	case r.Kind < MessageAttach || r.Kind > MessagePing:
+	case r.Kind < MessageAttach || r.Kind > MessageRelease:
 		return r, fmt.Errorf("%w: kind %d: %w", ErrMessage, r.Kind, EINVAL)
 	case r.Mode > ModeReal:
 		return r, fmt.Errorf("%w: mode %d: %w", ErrMessage, r.Mode, EINVAL)
-	case r.Pad != 0 || r.Reserved != [7]uint64{}:
+	case r.Pad != 0 || r.Reserved != [5]uint64{} || r.MemoryBytes != 0 && r.Kind != MessageReach ||
+		r.MemoryAddress != 0 && r.Kind != MessageRelease:
 		return r, fmt.Errorf("%w: reserved field is not zero: %w", ErrMessage, EINVAL)
 	}
 	return r, nil

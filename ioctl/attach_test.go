@@ -30,7 +30,9 @@ func TestAttachRequestMalformed(t *testing.T) {
 		{"size", EINVAL, func(r *AttachRequest) []byte { r.Size++; return r.Bytes() }},
 		{"kind 0", EINVAL, func(r *AttachRequest) []byte { r.Kind = 0; return r.Bytes() }},
 		{"kind 9", EINVAL, func(r *AttachRequest) []byte { r.Kind = 9; return r.Bytes() }},
-		{"reserved", EINVAL, func(r *AttachRequest) []byte { r.Reserved[6] = 1; return r.Bytes() }},
+		{"reserved", EINVAL, func(r *AttachRequest) []byte { r.Reserved[4] = 1; return r.Bytes() }},
+		{"memory", EINVAL, func(r *AttachRequest) []byte { r.MemoryBytes = 1; return r.Bytes() }},
+		{"address", EINVAL, func(r *AttachRequest) []byte { r.MemoryAddress = 1; return r.Bytes() }},
 	} {
 		r := NewAttachRequest(MessagePing)
 		_, err := ParseAttachRequest(c.edit(&r))

@@ -94,13 +94,13 @@ func (a *Attachment) connect(path string) error {
 
 // exchange sends one request and receives its reply with the descriptors that came along. Descriptors are returned
 // even with an error, for the caller to close.
-func (a *Attachment) exchange(r *AttachRequest) (AttachReply, []int, error) {
+func (a *Attachment) exchange(r *AttachRequest, send ...int) (AttachReply, []int, error) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.socket < 0 {
 		return AttachReply{}, nil, os.ErrClosed
 	}
-	if err := sendMessage(a.socket, r.Bytes(), nil); err != nil {
+	if err := sendMessage(a.socket, r.Bytes(), send); err != nil {
 		return AttachReply{}, nil, err
 	}
 	b, fds, err := receiveMessage(a.socket, int(unsafe.Sizeof(AttachReply{})))
@@ -242,6 +242,35 @@ func (a *Attachment) lane(kind uint16, lane int) error {
 	}
 	if err != nil {
 		return fmt.Errorf("ioctl: lane %d: %w", lane, err)
+	}
+	return nil
+}
+
+// Reach makes memory that a descriptor names reachable for the SSDs whose queue pairs the process has, and says by what
+// address. The descriptor stays the caller's.
+func (a *Attachment) Reach(fd int, bytes uint64) (address uint64, err error) {
+	r := NewAttachRequest(MessageReach)
+	r.MemoryBytes = bytes
+	reply, fds, err := a.exchange(&r, fd)
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+	if err != nil {
+		return 0, fmt.Errorf("ioctl: reach %d bytes: %w", bytes, err)
+	}
+	return reply.DMABase, nil
+}
+
+// Release ends what Reach made. Nothing in flight names it any more.
+func (a *Attachment) Release(address uint64) error {
+	r := NewAttachRequest(MessageRelease)
+	r.MemoryAddress = address
+	_, fds, err := a.exchange(&r)
+	for _, fd := range fds {
+		_ = unix.Close(fd)
+	}
+	if err != nil {
+		return fmt.Errorf("ioctl: release %#x: %w", address, err)
 	}
 	return nil
 }

@@ -268,6 +268,9 @@ func (d *infoDocument) printProcesses(e *env) {
 		mode := p.Mode
 		if len(p.RealDrives) > 0 {
 			mode += " on drives " + strings.Trim(fmt.Sprint(p.RealDrives), "[]")
+			if p.ReachedBytes > 0 {
+				mode += fmt.Sprintf(", which reach %s of GPU memory", humanBytes(p.ReachedBytes))
+			}
 		}
 		fmt.Fprintf(w, "%d\t%d\t%d\t%s\t%d\t%s\n", p.Session, p.PID, p.UID, mode, p.Lanes, humanBytes(p.DMABytes))
 	}

@@ -97,6 +97,8 @@ func (f *Fake) deviceAttribute(v *int32, a cuda.Attribute, device int32) cuda.Re
 		*v = 50 << 20
 	case cuda.AttributeCanMapHostMemory, cuda.AttributeHostRegisterSameAddr:
 		*v = 1
+	case cuda.AttributeGPUDirectRDMAOrdering:
+		*v = cuda.DirectOrderedOwner
 	case cuda.AttributeDMABuf:
 		*v = 1
 		if f.config.NoDMABuf {
