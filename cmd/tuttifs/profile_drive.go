@@ -405,9 +405,12 @@ func compareFio(m *measuredDrive) *fioComparison {
 		if math.Abs(math.Log(*r.FioRatio)) > math.Abs(math.Log(f.Worst)) {
 			f.Worst = *r.FioRatio
 		}
-		if r.Verb != "mixed" || r.wanted == halfMixed {
+		switch {
+		case r.Verb != "mixed":
 			mine[r.Verb] = max(mine[r.Verb], r.BytesPerSecond)
 			fios[r.Verb] = max(fios[r.Verb], *r.FioBytesPerSecond)
+		case r.wanted == halfMixed:
+			f.Bandwidth[r.Verb] = *r.FioRatio // one row: its pairs say more than its sums
 		}
 	}
 	for verb, rate := range mine {
