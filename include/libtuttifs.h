@@ -370,7 +370,7 @@ int tuttifs_present(tuttifs_pool_t pool, uint32_t tenant, const uint8_t *keys, u
 int tuttifs_pin(tuttifs_pool_t pool, uint32_t tenant, uint64_t request, const uint8_t *keys, uint64_t count,
                 struct tuttifs_lease *leases, uint64_t *pinned);
 
-/* Ends the leases of a request. */
+/* Ends the leases of a request, for every process of the session that has repeated it. */
 int tuttifs_release(tuttifs_pool_t pool, uint64_t request);
 
 /* A file to store. */

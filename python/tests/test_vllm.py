@@ -294,6 +294,10 @@ def request(name, tokens, **more):
                               "cache_salt": None, "mm_features": [], "kv_transfer_params": None, **more})
 
 
+def lora(path, **more):
+    return SimpleNamespace(**{"lora_name": "l", "lora_path": path, "lora_int_id": 1, "load_inplace": False, **more})
+
+
 TABLE = [[11, 12, 13, 14, 15, 16]]
 PROMPT = list(range(100, 117))  # 4 files and a tail
 
@@ -409,11 +413,34 @@ class Schedule(Mounted):
         self.put(tuttifs.keys(PROMPT, 4))
         for i, more in enumerate((
                 {"cache_salt": "x"}, {"kv_transfer_params": {"tuttifs_tenant": 1}}, {"prompt_embeds": object()},
-                {"lora_request": SimpleNamespace(lora_name="l", lora_path="/nonexistent")},
+                {"lora_request": lora("/nonexistent")},
                 {"kv_transfer_params": {"tuttifs_tenant": -1}},
                 {"mm_features": [SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=1, length=2))]})):
             self.assertEqual(self.scheduling.matched(request(f"r{i}", PROMPT, **more), 0), 0, more)
         self.assertEqual(self.scheduling.matched(request("same", PROMPT), 0), 16)
+
+    def test_adapters_weights_are_known_or_not_cached(self):
+        with tempfile.TemporaryDirectory() as d:
+            def write(text):
+                with open(os.path.join(d, "weights"), "w") as f:
+                    f.write(text)
+
+            def key(name, **more):
+                t = self.scheduling.track(request(name, PROMPT, lora_request=lora(d, **more)))
+                return t.chain and t.chain.upto(PROMPT, 1)
+            write("1")
+            first = key("a")
+            self.assertNotEqual(first, tuttifs.keys(PROMPT, 4)[:1])
+            self.assertEqual((key("b"), key("c", lora_name="m")), (first, first))  # a name is nothing
+            self.assertIsNone(key("d", lora_name="m", load_inplace=True))
+            self.assertIsNone(key("e", lora_name="m"))
+            write("two")
+            self.assertIsNone(key("f"))  # loaded before, or after?
+            second = key("g", lora_int_id=2)  # after
+            self.assertNotIn(second, (first, None))
+            write("1")
+            self.assertIsNone(key("h"))
+            self.assertEqual(key("i", lora_int_id=3), first)
 
     def test_a_failed_load(self):
         self.put(tuttifs.keys(PROMPT, 4))

@@ -107,7 +107,7 @@ class Scheduling:
         self._early: Set[Tuple[int, bytes]] = set()  # gone, perhaps before they are announced
         self._heard_of = self.attachment.get()  # whose events are polled
         self._poll_at = 0.0
-        self._adapters: Dict[Tuple[str, str], Optional[bytes]] = {}
+        self._adapters: Dict[Tuple[str, str, int], Adapter] = {}
         self._stopped = False
 
     # What is stored
@@ -205,15 +205,21 @@ class Scheduling:
             return None
 
     def _adapter(self, lora: Any) -> Optional[bytes]:
-        """A LoRA adapter's weights by their digest; b"" without one, None where the weights cannot be read."""
+        """A LoRA adapter's weights by their digest; b"" without one, None where they are not known: they cannot be
+        read, or may have been loaded before or after their files were changed."""
         if lora is None:
             return b""
-        name = (str(lora.lora_name), str(lora.lora_path))
-        if name not in self._adapters:
-            self._adapters[name] = digest_of_files(name[1])
-            if self._adapters[name] is None:
-                log.warning("tuttifs: requests of the adapter %s are not cached: no files are in %s", *name)
-        return self._adapters[name]
+        path, key = str(lora.lora_path), (str(lora.lora_name), str(lora.lora_path), int(lora.lora_int_id))
+        if key not in self._adapters:
+            self._adapters[key] = Adapter(state_of_files(path), digest_of_files(path))
+            if self._adapters[key].digest is None:
+                log.warning("tuttifs: requests of the adapter %s are not cached: no files are in %s", *key[:2])
+        known = self._adapters[key]
+        if known.digest is not None and (lora.load_inplace or state_of_files(path) != known.files):
+            self._adapters[key] = known._replace(digest=None)
+            log.warning("tuttifs: requests of the adapter %s are not cached any more: its files in %s have changed, or "
+                        "it is loaded in place. Load it under another name instead", *key[:2])
+        return self._adapters[key].digest
 
     # Loads
 
@@ -393,6 +399,22 @@ class Scheduling:
         for request in list(self._pins):
             self._release(request)
         self.attachment.close()
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter as it was first seen."""
+
+    files: List[Tuple[str, int, int]]
+    digest: Optional[bytes]
+
+
+def state_of_files(path: str) -> List[Tuple[str, int, int]]:
+    """Names, sizes and times of change of all files in a directory; empty where it cannot be read."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries if e.is_file())
+    except OSError:
+        return []
 
 
 def digest_of_files(path: str) -> Optional[bytes]:
