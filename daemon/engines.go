@@ -42,6 +42,8 @@ type EngineStats struct {
 	KeptWritten            uint64  `json:"kept_written"`
 	KeptEvicted            uint64  `json:"kept_evicted"`
 	SparedBytes            uint64  `json:"spared_bytes"`
+	DoorbellWrites         uint64  `json:"doorbell_writes"` // of registers of SSDs whose queue pairs it has
+	DoorbellsSaved         uint64  `json:"doorbell_writes_saved"`
 }
 
 // Issued are bytes of deferred writes that went to the drives, by why they went when they did.
@@ -71,6 +73,8 @@ func newEngineStats(c *ioctl.EngineCounters) EngineStats {
 		StoreBufferFilledBytes: c.StoreFilledBytes, StoresRefused: c.StoreRefused,
 		StoresBlockedSeconds: seconds(c.StoreBlockedNanos), DeclinedBlocks: c.DeclinedBlocks, KeptBlocks: c.KeptBlocks,
 		KeptHits: c.KeptHits, KeptWritten: c.KeptWritten, KeptEvicted: c.KeptEvicted, SparedBytes: c.SparedBytes,
+		DoorbellWrites: c.DoorbellWrites,
+		DoorbellsSaved: c.DoorbellsSaved,
 	}
 }
 
@@ -180,4 +184,8 @@ var engineMetrics = []metric[EngineStats]{
 		func(s *EngineStats) uint64 { return s.KeptEvicted }),
 	gauge("spared_bytes", "Bytes of declined blocks that were not brought to the drives.",
 		func(s *EngineStats) uint64 { return s.SparedBytes }),
+	counter("doorbell_writes_total", "Writes of doorbell registers of SSDs.",
+		func(s *EngineStats) uint64 { return s.DoorbellWrites }),
+	counter("doorbell_writes_saved_total", "Writes of them that doorbell buffers made unnecessary.",
+		func(s *EngineStats) uint64 { return s.DoorbellsSaved }),
 }

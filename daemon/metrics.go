@@ -17,6 +17,7 @@ import (
 
 	"tuttifs/extentmap"
 	"tuttifs/nvme/emu"
+	"tuttifs/nvme/vfio"
 )
 
 // stats takes a snapshot of all counters: the status file and Prometheus show the same.
@@ -25,7 +26,7 @@ func (d *Daemon) stats() *StatsDocument {
 		OutputVersion: StatusVersion, UptimeSeconds: time.Since(d.started).Seconds(), Pools: map[string]PoolStats{},
 		Drives: map[string]IOStats{}, DriveErrors: map[string]DriveErrs{}, Phases: map[string]PhaseStats{},
 		Engines: map[string]EngineStats{}, Real: map[string]RealStats{},
-		Discards: map[string]DiscardStats{},
+		Discards: map[string]DiscardStats{}, Doorbells: map[string]DoorbellStats{},
 	}
 	for _, p := range d.store.Pools() {
 		s := newPoolStats(p.Stats())
@@ -73,7 +74,11 @@ func (d *Daemon) stats() *StatsDocument {
 		name := strconv.Itoa(int(dr.Index))
 		doc.DriveErrors[name] = e
 		doc.Discards[name] = newDiscardStats(dr)
-		if _, use := useOf(d.volume.Drive(dr.Index)); use != nil {
+		dev, use := useOf(d.volume.Drive(dr.Index))
+		if own, ok := dev.(*vfio.Drive); ok {
+			doc.Doorbells[name] = newDoorbellStats(own.Controller())
+		}
+		if use != nil {
 			p := newPhaseStats(use.phase.Stats(time.Now()))
 			p.RealPairs = int(real[dr.Index].Pairs)
 			doc.Phases[name] = p
@@ -153,6 +158,15 @@ var driveMetrics = []metric[DriveErrs]{
 	counter("failed_reads_total", "Reads that failed.", func(s *DriveErrs) uint64 { return s.Reads }),
 	counter("failed_writes_total", "Writes and flushes that failed.", func(s *DriveErrs) uint64 { return s.Writes }),
 	counter("timeouts_total", "Operations that were given up.", func(s *DriveErrs) uint64 { return s.Timeouts }),
+}
+
+var doorbellMetrics = []metric[DoorbellStats]{
+	gauge("doorbell_buffer", "1 where the controller looks for doorbells in memory.",
+		func(s *DoorbellStats) uint64 { return s.Buffer }),
+	counter("doorbell_writes_total", "Writes of doorbell registers by the daemon.",
+		func(s *DoorbellStats) uint64 { return s.Written }),
+	counter("doorbell_writes_saved_total", "Writes of them that the doorbell buffer made unnecessary.",
+		func(s *DoorbellStats) uint64 { return s.Saved }),
 }
 
 var discardMetrics = []metric[DiscardStats]{
@@ -314,6 +328,9 @@ func newCollector(d *Daemon) *collector {
 	for _, m := range driveMetrics {
 		describe("drive_"+m.name, m.help, "drive")
 	}
+	for _, m := range doorbellMetrics {
+		describe("drive_"+m.name, m.help, "drive")
+	}
 	for _, m := range discardMetrics {
 		describe("drive_"+m.name, m.help, "drive")
 	}
@@ -360,6 +377,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	}
 	for index, errs := range s.DriveErrors {
 		emit(c, out, driveMetrics, "drive_", &errs, index)
+	}
+	for index, b := range s.Doorbells {
+		emit(c, out, doorbellMetrics, "drive_", &b, index)
 	}
 	for index, d := range s.Discards {
 		emit(c, out, discardMetrics, "drive_", &d, index)

@@ -56,8 +56,8 @@ func TestPlacement(t *testing.T) {
 	}
 
 	_, b := w.open(true).session(realOptions)
-	place := b.DrivePlacement(0)
-	require.EqualValues(t, nvme.DirectivePlacement, place.Type)
+	place := b.DriveTerms(0)
+	require.EqualValues(t, nvme.DirectivePlacement, place.Directive)
 	require.Equal(t, [ioctl.Lifetimes]uint16{0, 1, 2, 3}, place.Specific)
-	require.Zero(t, b.DrivePlacement(1), "that drive places nothing")
+	require.Zero(t, b.DriveTerms(1), "that drive places nothing")
 }

@@ -126,18 +126,27 @@ func (m *member) shareBells(d, fd int, offset int64, fds *descriptors) error {
 	at := ioctl.BellsOffset + d*int(unsafe.Sizeof(ioctl.DriveBells{}))
 	*(*ioctl.DriveBells)(unsafe.Pointer(&m.shared.queues[at])) = ioctl.DriveBells{
 		Offset: uint64(first), Bytes: uint32(last - first), NSID: own.Namespace().ID}
-	at = ioctl.PlacementOffset + d*int(unsafe.Sizeof(ioctl.DrivePlacement{}))
-	*(*ioctl.DrivePlacement)(unsafe.Pointer(&m.shared.queues[at])) = placementOf(own)
+	terms := termsOf(own)
+	if buffer, ok := own.Controller().DoorbellBuffer(); ok {
+		copied, err := unix.FcntlInt(uintptr(buffer), unix.F_DUPFD_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("%w: doorbell buffer of drive %d: %w", ioctl.EMFILE, m.drives[d].index, err)
+		}
+		*fds = append(*fds, copied)
+		terms.Buffer = 1
+	}
+	at = ioctl.TermsOffset + d*int(unsafe.Sizeof(terms))
+	*(*ioctl.DriveTerms)(unsafe.Pointer(&m.shared.queues[at])) = terms
 	return nil
 }
 
-// placementOf is the directive that an engine's writes to a drive carry.
-func placementOf(own *vfio.Drive) (p ioctl.DrivePlacement) {
+// termsOf has the directive that an engine's writes to a drive carry.
+func termsOf(own *vfio.Drive) (t ioctl.DriveTerms) {
 	for c := range lifetime.Classes {
 		kind, specific := own.Directive(c)
-		p.Type, p.Specific[c] = uint16(kind), specific
+		t.Directive, t.Specific[c] = uint16(kind), specific
 	}
-	return p
+	return t
 }
 
 // The ABI numbers what the store expects.
@@ -191,8 +200,11 @@ func (m *member) attachPair(i, d int) error {
 	m.lanes[i].pairs[d] = &realPair{Pair: p, controller: c, side: m.real}
 	_, offset, _ := c.Doorbells()
 	skip := uint32(offset & int64(os.Getpagesize()-1)) // of the first page that is mapped
-	*(*ioctl.PairBells)(unsafe.Pointer(&m.shared.queues[off+ioctl.PairOffset])) = ioctl.PairBells{
-		SQTail: p.SQTail - nvme.RegDoorbells + skip, CQHead: p.CQHead - nvme.RegDoorbells + skip}
+	bells := ioctl.PairBells{SQTail: p.SQTail - nvme.RegDoorbells + skip, CQHead: p.CQHead - nvme.RegDoorbells + skip}
+	if _, ok := c.DoorbellBuffer(); ok {
+		bells.TailShadow, bells.HeadShadow = p.SQTail-nvme.RegDoorbells, p.CQHead-nvme.RegDoorbells
+	}
+	*(*ioctl.PairBells)(unsafe.Pointer(&m.shared.queues[off+ioctl.PairOffset])) = bells
 	return nil
 }
 

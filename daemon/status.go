@@ -12,6 +12,7 @@ import (
 	"tuttifs/drivemodel"
 	"tuttifs/extentmap"
 	"tuttifs/gpufile"
+	"tuttifs/nvme/vfio"
 	"tuttifs/phase"
 	"tuttifs/wear"
 )
@@ -244,7 +245,9 @@ type StatsDocument struct {
 	// Discards are what drives were told of freed slots, by index; slots that wait for that, or were handed out without.
 	Discards        map[string]DiscardStats `json:"discards"`
 	DiscardsWaiting uint64                  `json:"discards_waiting"`
-	DiscardsSpared  uint64                  `json:"discards_spared"`
+	// Doorbells are how the daemon rings the drives that it drives itself, by index.
+	Doorbells      map[string]DoorbellStats `json:"doorbells"`
+	DiscardsSpared uint64                   `json:"discards_spared"`
 	// Phases are those of the drives in use, by index.
 	Phases map[string]PhaseStats `json:"phases"`
 	// Real is what engines did by queue pairs of the drives' own, by index: those of which any ever had one.
@@ -280,6 +283,22 @@ func newDiscardStats(d *extentmap.DriveInfo) DiscardStats {
 	if d.Discard {
 		s.On = 1
 	}
+	return s
+}
+
+// DoorbellStats are how the daemon's own queues on a drive's controller were rung since it was opened. Namespaces of
+// one controller have the same.
+type DoorbellStats struct {
+	Buffer  uint64 `json:"buffer"` // 1 where the controller looks in a doorbell buffer
+	Written uint64 `json:"written"`
+	Saved   uint64 `json:"saved"` // register writes that the buffer made unnecessary
+}
+
+func newDoorbellStats(c *vfio.Controller) (s DoorbellStats) {
+	if _, ok := c.DoorbellBuffer(); ok {
+		s.Buffer = 1
+	}
+	s.Written, s.Saved = c.Rings()
 	return s
 }
 

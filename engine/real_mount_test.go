@@ -64,6 +64,9 @@ func TestMountReal(t *testing.T) {
 	u.store(2, bounced, items, false)
 	u.restore(1, 0, direct, false)
 	u.restore(2, 1, bounced, true)
+	written, saved := u.session.Ring().Doorbells()
+	require.Positive(t, written)
+	require.Positive(t, saved, "two of the three have doorbell buffers")
 
 	mediated := newUser(t, v, mountOptions, nil)
 	require.Contains(t, mediated.session.Describe(), "mediated: ")

@@ -177,5 +177,6 @@ func (s *Session) publish() {
 		page.KeptEvicted, page.SparedBytes = page.KeptEvicted+x.Evicted, page.SparedBytes+x.Spared()
 	}
 	s.keeping.Unlock()
+	page.DoorbellWrites, page.DoorbellsSaved = s.ring.Doorbells()
 	page.Publish(s.attach.Queues)
 }

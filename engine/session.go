@@ -399,8 +399,13 @@ func (s *Session) lane(l int) ([]gio.Queue, error) {
 		if tail != nil {
 			lane[d].Memory.SQTail, lane[d].Memory.CQHead = tail, head
 			lane[d].Device, lane[d].Namespace, lane[d].Gate = true, s.attach.DriveBells(d).NSID, s.attach.Share(d)
-			place := s.attach.DrivePlacement(d)
-			lane[d].Directive = gio.Directive{Type: uint8(place.Type), Specific: place.Specific}
+			terms := s.attach.DriveTerms(d)
+			lane[d].Directive = gio.Directive{Type: uint8(terms.Directive), Specific: terms.Specific}
+			tail, head, err := s.attach.Shadows(l, d)
+			if err != nil {
+				return nil, err
+			}
+			lane[d].TailShadow, lane[d].HeadShadow = nvme.Shadow(tail), nvme.Shadow(head)
 		}
 	}
 	if s.kept == nil {

@@ -21,6 +21,12 @@ type base struct {
 	owners  storeOwners
 	pacer   pacer
 	wake    func() // has the pacer asked again
+	bells   doorbells
+}
+
+// Doorbells counts the writes of SSDs' doorbell registers, and those that doorbell buffers have saved.
+func (b *base) Doorbells() (written, saved uint64) {
+	return b.bells.written.Load(), b.bells.saved.Load()
 }
 
 // configure checks the configuration, fills its defaults in and lays the DMA memory out: bounce cells, PRP lists,

@@ -16,6 +16,8 @@ type Executor interface {
 	CreateLayers(m *Map, rank uint16, slots []SlotIO) (Layers, error)
 	// StoreStats are the store buffer's.
 	StoreStats() StoreStats
+	// Doorbells counts the writes of SSDs' doorbell registers, and those that doorbell buffers have saved.
+	Doorbells() (written, saved uint64)
 	Alive() int
 	Abandon(cause error)
 	Close() error

@@ -31,7 +31,7 @@ func (l *laneQueues) attempt(q *laneQueue) {
 	}
 	l.admit(q)
 	q.tail = (q.tail + q.count) & q.mask
-	q.ring(q.sqTail, q.tail)
+	q.ring(q.sqTail, q.tailShadow, q.tail)
 }
 
 // admit ends a wait for the drive's phase.

@@ -123,7 +123,7 @@ func (l *gpuLane) attach(queues []Queue) error {
 			a.sqTail = base + uint64(uintptr(unsafe.Pointer(m.SQTail)))
 			a.cqHead = base + uint64(uintptr(unsafe.Pointer(m.CQHead)))
 		}
-		l.queues[d].attach(&queues[d])
+		l.queues[d].attach(&queues[d], &l.g.bells)
 	}
 	return nil
 }

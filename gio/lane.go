@@ -53,9 +53,12 @@ type laneQueue struct {
 	device         bool  // doorbells are registers
 	namespace      uint32
 	directive      Directive
-	gate           Gate // nil: nothing is asked
-	tail, head     uint32
-	phase          uint32 // of the entry at head
+	// In the controller's doorbell buffer, where it has one.
+	tailShadow, headShadow nvme.Shadow
+	bells                  *doorbells
+	gate                   Gate // nil: nothing is asked
+	tail, head             uint32
+	phase                  uint32 // of the entry at head
 
 	// Command ids count on from chunk to chunk, so that a completion that comes late or twice is not taken for one of
 	// the next chunk's.
@@ -77,22 +80,29 @@ type command struct {
 
 const noCell = ^uint32(0)
 
-func (q *laneQueue) attach(c *Queue) {
+func (q *laneQueue) attach(c *Queue, bells *doorbells) {
 	depth := len(c.Memory.SQ)
 	*q = laneQueue{
 		sq: c.Memory.SQ, cq: c.Memory.CQ, sqTail: c.Memory.SQTail, cqHead: c.Memory.CQHead,
 		mask: uint32(depth - 1), lbaShift: uint8(bits.TrailingZeros(uint(pageBytes / c.LBABytes))), phase: 1,
 		firstID: q.firstID, slots: make([]command, depth), device: c.Device, namespace: max(c.Namespace, 1),
-		directive: c.Directive, gate: c.Gate,
+		directive: c.Directive, gate: c.Gate, tailShadow: c.TailShadow, headShadow: c.HeadShadow, bells: bells,
 	}
 }
 
+// doorbells counts the writes of doorbell registers, and those that a doorbell buffer has saved.
+type doorbells struct{ written, saved atomic.Uint64 }
+
 // ring writes a doorbell, after everything that it announces. An atomic store would lock the bus on a register.
-func (q *laneQueue) ring(doorbell *uint32, value uint32) {
-	if q.device {
-		nvme.StoreRegister(doorbell, value)
-	} else {
+func (q *laneQueue) ring(doorbell *uint32, shadow nvme.Shadow, value uint32) {
+	switch {
+	case !q.device:
 		atomic.StoreUint32(doorbell, value)
+	case shadow.Set() && !shadow.Advance(value):
+		q.bells.saved.Add(1)
+	default:
+		q.bells.written.Add(1)
+		nvme.StoreRegister(doorbell, value)
 	}
 }
 
@@ -394,7 +404,7 @@ func (q *laneQueue) advance() {
 		q.head &= q.mask
 		q.phase ^= 1
 	}
-	q.ring(q.cqHead, q.head)
+	q.ring(q.cqHead, q.headShadow, q.head)
 	q.firstID += uint16(q.count)
 	q.count = 0
 }
@@ -506,7 +516,7 @@ func (l *lane) reattach() error {
 		return err
 	}
 	for d := range queues {
-		l.queues[d].attach(&queues[d])
+		l.queues[d].attach(&queues[d], &l.ring.bells)
 	}
 	return nil
 }

@@ -18,8 +18,10 @@ type Queue struct {
 	LBABytes  int
 	Namespace uint32 // that its commands are for; 0 means 1
 	Directive Directive
-	Device    bool // the doorbells are registers of an SSD, not memory
-	Gate      Gate // of the drive, where its phase is not kept behind the queue; else nil
+	// TailShadow and HeadShadow are the doorbells in the doorbell buffer of a Device that looks there.
+	TailShadow, HeadShadow nvme.Shadow
+	Device                 bool // the doorbells are registers of an SSD, not memory
+	Gate                   Gate // of the drive, where its phase is not kept behind the queue; else nil
 }
 
 // RingConfig of an executor.
@@ -104,7 +106,7 @@ func NewRing(c RingConfig) (*Ring, error) {
 			store: i >= r.common()}
 		l.cells, l.cellsBase = r.cells(i)
 		for d := range queues {
-			l.queues[d].attach(&queues[d])
+			l.queues[d].attach(&queues[d], &r.bells)
 		}
 		r.lanes = append(r.lanes, l)
 	}

@@ -295,8 +295,7 @@ struct tuttifs_grant {
 TUTTIFS_SIZE(tuttifs_grant, 40);
 
 /* TUTTIFS_LIFETIMES: how long what is written will probably stay, compared with what is written at
- * the same time. Whoever writes by an SSD's own queue pairs looks the directive up in
- * DrivePlacement. */
+ * the same time. Whoever writes by an SSD's own queue pairs looks the directive up in DriveTerms. */
 #define TUTTIFS_LIFETIME_NORMAL 0
 #define TUTTIFS_LIFETIME_METADATA 1 /* the daemon's own; no grant has it */
 #define TUTTIFS_LIFETIME_SHORT 2
@@ -625,7 +624,7 @@ TUTTIFS_SIZE(tuttifs_attach_reply, 384);
 #define TUTTIFS_TICKET_WORD 256 /* u32: counted up, and woken as a futex, when a ticket of this process finishes */
 #define TUTTIFS_COUNTERS_OFFSET 1024 /* struct tuttifs_engine_counters, written by the engine */
 #define TUTTIFS_BELLS_OFFSET 2048 /* struct tuttifs_drive_bells of each drive, written by the daemon before the reply */
-#define TUTTIFS_PLACEMENT_OFFSET 3072 /* DrivePlacement of each drive, written by the daemon before the reply */
+#define TUTTIFS_TERMS_OFFSET 3072 /* DriveTerms of each drive, written by the daemon before the reply */
 #define TUTTIFS_HEARTBEAT_MILLISECONDS 100
 #define TUTTIFS_SESSION_LIVE 1
 #define TUTTIFS_SESSION_CLOSED 2
@@ -640,14 +639,19 @@ struct tuttifs_drive_bells {
 };
 TUTTIFS_SIZE(tuttifs_drive_bells, 16);
 
+/* TUTTIFS_DOORBELL_BUFFER_BYTES are two pages of 4096 bytes. */
+#define TUTTIFS_DOORBELL_BUFFER_BYTES 8192
+
 /* struct tuttifs_pair_bells lie at TUTTIFS_PAIR_OFFSET of the queue block of a drive with struct
  * tuttifs_drive_bells: offsets of the pair's doorbells in what was mapped, written by the daemon
  * whenever the lane begins. The doorbells of nvme.MapQueue are not used then. */
 struct tuttifs_pair_bells {
 	uint32_t sq_tail;
 	uint32_t cq_head;
+	uint32_t tail_shadow;
+	uint32_t head_shadow;
 };
-TUTTIFS_SIZE(tuttifs_pair_bells, 8);
+TUTTIFS_SIZE(tuttifs_pair_bells, 16);
 
 /* TUTTIFS_PAIR_OFFSET is of a queue block, in its page of doorbells. */
 #define TUTTIFS_PAIR_OFFSET 256
@@ -721,8 +725,10 @@ struct tuttifs_engine_counters {
 	uint64_t kept_written; /* of them brought to the drives then */
 	uint64_t kept_evicted; /* that had to go for others */
 	uint64_t spared_bytes; /* of those declined that were not brought to the drives */
+	uint64_t doorbell_writes; /* of SSDs' own doorbell registers */
+	uint64_t doorbells_saved; /* that doorbell buffers made unnecessary */
 };
-TUTTIFS_SIZE(tuttifs_engine_counters, 312);
+TUTTIFS_SIZE(tuttifs_engine_counters, 328);
 
 /* TUTTIFS_ENGINE_COUNTERS_VERSION is what this version writes. */
 #define TUTTIFS_ENGINE_COUNTERS_VERSION 1

@@ -300,7 +300,7 @@ type Grant struct {
 }
 
 // Lifetimes: how long what is written will probably stay, compared with what is written at the same time. Whoever
-// writes by an SSD's own queue pairs looks the directive up in DrivePlacement.
+// writes by an SSD's own queue pairs looks the directive up in DriveTerms.
 const (
 	LifetimeNormal   = 0
 	LifetimeMetadata = 1 // the daemon's own; no grant has it

@@ -97,7 +97,7 @@ const (
 	CountersOffset = 1024 // EngineCounters, written by the engine
 	BellsOffset    = 2048 // DriveBells of each drive, written by the daemon before the reply
 
-	PlacementOffset = 3072 // DrivePlacement of each drive, written by the daemon before the reply
+	TermsOffset = 3072 // DriveTerms of each drive, written by the daemon before the reply
 
 	HeartbeatMilliseconds = 100
 
@@ -114,14 +114,24 @@ type DriveBells struct {
 	NSID   uint32 // namespace that commands are for
 }
 
-// DrivePlacement lies at PlacementOffset of the session page, for one drive after the other: the directive that Writes
-// to a drive with DriveBells carry, so that the SSD keeps apart what goes at different times. Zero: none.
-type DrivePlacement struct {
-	_        structs.HostLayout
-	Type     uint16            // directive type, for CDW12; 0 for none
-	Specific [Lifetimes]uint16 // directive specific value, for CDW13, by lifetime
-	Reserved [3]uint16         // zero
+// DriveTerms lie at TermsOffset of the session page, for one drive with DriveBells after the other: how its Writes are
+// marked, and how it is rung.
+type DriveTerms struct {
+	_ structs.HostLayout
+	// Directive of Writes, so that the SSD keeps apart what goes at different times: type, for CDW12 (0 for none), and
+	// specific value, for CDW13, by lifetime.
+	Directive uint16
+	Specific  [Lifetimes]uint16
+	// Buffer is 1 where the controller looks for doorbells in a doorbell buffer (NVMe Doorbell Buffer Config): its
+	// descriptor follows the drive's. DoorbellBufferBytes are mapped: a page of shadow doorbells, and a page of event
+	// indexes, where the controller says for which value it is to be told. Who rings stores the shadow, then loads the
+	// event, with a full barrier between, and writes the register if the value has gone past the event.
+	Buffer   uint16
+	Reserved [2]uint16 // zero
 }
+
+// DoorbellBufferBytes are two pages of 4096 bytes.
+const DoorbellBufferBytes = 8192
 
 // PairBells lie at PairOffset of the queue block of a drive with DriveBells: offsets of the pair's doorbells in what
 // was mapped, written by the daemon whenever the lane begins. The doorbells of nvme.MapQueue are not used then.
@@ -129,6 +139,9 @@ type PairBells struct {
 	_      structs.HostLayout
 	SQTail uint32
 	CQHead uint32
+	// The same in each page of the drive's doorbell buffer; 0 without one.
+	TailShadow uint32
+	HeadShadow uint32
 }
 
 // PairOffset is of a queue block, in its page of doorbells.
@@ -204,6 +217,8 @@ type EngineCounters struct {
 	KeptWritten       uint64 // of them brought to the drives then
 	KeptEvicted       uint64 // that had to go for others
 	SparedBytes       uint64 // of those declined that were not brought to the drives
+	DoorbellWrites    uint64 // of SSDs' own doorbell registers
+	DoorbellsSaved    uint64 // that doorbell buffers made unnecessary
 }
 
 // EngineCountersVersion is what this version writes.

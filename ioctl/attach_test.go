@@ -138,3 +138,24 @@ func TestView(t *testing.T) {
 	require.Nil(t, View[Grant](arena, Span{Offset: ^uint64(0) &^ 7, Bytes: 80}))
 	require.Equal(t, 120, int(unsafe.Sizeof(DriveEntry{})))
 }
+
+// Doorbells in a doorbell buffer lie in both of its pages, or are refused.
+func TestShadows(t *testing.T) {
+	a := Attachment{Queues: make([]byte, 2*SessionPageBytes), Reply: AttachReply{Drives: 1, QueueBlockBytes: 4096}}
+	tail, head, err := a.Shadows(0, 0)
+	require.NoError(t, err)
+	require.Equal(t, [2]ShadowBell{}, [2]ShadowBell{tail, head}, "there is no buffer")
+	b := make([]byte, DoorbellBufferBytes)
+	a.shadows = [][]byte{b}
+	pair := (*PairBells)(unsafe.Pointer(&a.Block(0, 0)[PairOffset]))
+	for _, bad := range [][2]uint32{{0, 12}, {8, 0}, {9, 12}, {8, 4096}, {1 << 31, 12}} {
+		pair.TailShadow, pair.HeadShadow = bad[0], bad[1]
+		_, _, err := a.Shadows(0, 0)
+		require.ErrorIs(t, err, ErrMessage, "%v", bad)
+	}
+	pair.TailShadow, pair.HeadShadow = 8, 4092
+	tail, head, err = a.Shadows(0, 0)
+	require.NoError(t, err)
+	*tail.Doorbell, *tail.Event, *head.Doorbell, *head.Event = 1, 2, 3, 4
+	require.Equal(t, []byte{1, 2, 3, 4}, []byte{b[8], b[4096+8], b[4092], b[8188]})
+}

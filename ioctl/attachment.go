@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -32,6 +33,7 @@ type Attachment struct {
 
 	bellsMu sync.RWMutex
 	bells   [][]byte // by drive: registers that have its doorbells; nil for drives without queue pairs of their own
+	shadows [][]byte // by drive: its doorbell buffer; nil without
 
 	mu     sync.Mutex // guards the socket: one request and its reply at a time
 	socket int        // -1 when closed
@@ -156,7 +158,7 @@ func (a *Attachment) mapAll(fds []int) error {
 // mapBells maps the doorbells of drives that have queue pairs of their own. A descriptor is not needed after that: it
 // would keep the device from a daemon that starts again.
 func (a *Attachment) mapBells(fds []int) error {
-	a.bells = make([][]byte, a.Reply.Drives)
+	a.bells, a.shadows = make([][]byte, a.Reply.Drives), make([][]byte, a.Reply.Drives)
 	for d := range a.bells {
 		at := a.DriveBells(d)
 		if at.Bytes == 0 {
@@ -174,11 +176,34 @@ func (a *Attachment) mapBells(fds []int) error {
 		if err := unix.Madvise(b, unix.MADV_DONTFORK); err != nil {
 			return fmt.Errorf("ioctl: doorbells of drive %d: %w", a.Reply.DriveIndex[d], err)
 		}
+		if a.DriveTerms(d).Buffer == 0 {
+			continue
+		}
+		if len(fds) == 0 {
+			return fmt.Errorf("%w: no descriptor of the doorbell buffer of drive %d", ErrMessage, a.Reply.DriveIndex[d])
+		}
+		if a.shadows[d], err = mapShadows(fds[0]); err != nil {
+			return fmt.Errorf("ioctl: doorbell buffer of drive %d: %w", a.Reply.DriveIndex[d], err)
+		}
+		fds = fds[1:]
 	}
 	if len(fds) != 0 {
 		return fmt.Errorf("%w: %d descriptors are left over", ErrMessage, len(fds))
 	}
 	return nil
+}
+
+// mapShadows maps a doorbell buffer, of which nobody can cut anything off.
+func mapShadows(fd int) ([]byte, error) {
+	page := uint64(os.Getpagesize())
+	if err := checkSealed(fd, (DoorbellBufferBytes+page-1)&^(page-1)); err != nil {
+		return nil, err
+	}
+	b, err := unix.Mmap(fd, 0, DoorbellBufferBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, err
+	}
+	return b, unix.Madvise(b, unix.MADV_DONTFORK)
 }
 
 // bellsMax bounds the doorbells of one controller: 65536 queues, 32 bytes apart.
@@ -189,9 +214,9 @@ func (a *Attachment) DriveBells(d int) DriveBells {
 	return *(*DriveBells)(unsafe.Pointer(&a.Queues[BellsOffset+d*int(unsafe.Sizeof(DriveBells{}))]))
 }
 
-// DrivePlacement is the directive of Writes by the d-th drive's own queue pairs.
-func (a *Attachment) DrivePlacement(d int) DrivePlacement {
-	return *(*DrivePlacement)(unsafe.Pointer(&a.Queues[PlacementOffset+d*int(unsafe.Sizeof(DrivePlacement{}))]))
+// DriveTerms says how the d-th drive's own queue pairs are used.
+func (a *Attachment) DriveTerms(d int) DriveTerms {
+	return *(*DriveTerms)(unsafe.Pointer(&a.Queues[TermsOffset+d*int(unsafe.Sizeof(DriveTerms{}))]))
 }
 
 // Bells are the doorbells of a lane's queue pair on the d-th drive, which are registers; nil where the daemon's virtual
@@ -210,13 +235,37 @@ func (a *Attachment) Bells(lane, d int) (sqTail, cqHead *uint32, err error) {
 	return (*uint32)(unsafe.Pointer(&b[pair.SQTail])), (*uint32)(unsafe.Pointer(&b[pair.CQHead])), nil
 }
 
+// ShadowBell is a doorbell in a doorbell buffer: its value, and the value that the controller wants to be told of.
+type ShadowBell struct{ Doorbell, Event *uint32 }
+
+// Shadows are the doorbells of a lane's queue pair on the d-th drive as they lie in the drive's doorbell buffer; nil
+// where it has none. They stay as Bells do.
+func (a *Attachment) Shadows(lane, d int) (sqTail, cqHead ShadowBell, err error) {
+	a.bellsMu.RLock()
+	defer a.bellsMu.RUnlock()
+	if a.shadows == nil || a.shadows[d] == nil {
+		return ShadowBell{}, ShadowBell{}, nil
+	}
+	pair := *(*PairBells)(unsafe.Pointer(&a.Block(lane, d)[PairOffset]))
+	tail, head := pair.TailShadow, pair.HeadShadow
+	if (tail|head)%4 != 0 || tail == 0 || head == 0 || max(tail, head) > DoorbellBufferBytes/2-4 {
+		return ShadowBell{}, ShadowBell{}, fmt.Errorf("%w: doorbells at %#x and %#x of a doorbell buffer", ErrMessage, tail,
+			head)
+	}
+	at := func(off uint32) ShadowBell {
+		word := func(off uint32) *uint32 { return (*uint32)(unsafe.Pointer(&a.shadows[d][off])) }
+		return ShadowBell{word(off), word(off + DoorbellBufferBytes/2)}
+	}
+	return at(tail), at(head), nil
+}
+
 // Silence puts memory of nobody's where the doorbells were mapped: what is rung from then on is not heard, and the
 // devices are free for the next daemon. For when the daemon is gone.
 func (a *Attachment) Silence() error {
 	a.bellsMu.Lock()
 	defer a.bellsMu.Unlock()
 	var errs []error
-	for _, b := range a.bells {
+	for _, b := range slices.Concat(a.bells, a.shadows) {
 		if b == nil {
 			continue
 		}
@@ -365,10 +414,10 @@ func (a *Attachment) Close() error {
 	}
 	a.bellsMu.Lock()
 	defer a.bellsMu.Unlock()
-	for _, b := range a.bells {
+	for _, b := range slices.Concat(a.bells, a.shadows) {
 		errs = append(errs, Unmap(b))
 	}
-	a.bells = nil
+	a.bells, a.shadows = nil, nil
 	return errors.Join(errs...)
 }
 

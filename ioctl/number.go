@@ -118,8 +118,8 @@ var (
 	_ [384]byte  = [unsafe.Sizeof(AttachReply{})]byte{}
 
 	// Both fit the session page.
-	_ [SessionPageBytes - PlacementOffset]byte = [DrivesMax * unsafe.Sizeof(DrivePlacement{})]byte{}
-	_ [PlacementOffset - BellsOffset]byte      = [DrivesMax * unsafe.Sizeof(DriveBells{})]byte{}
+	_ [SessionPageBytes - TermsOffset]byte = [DrivesMax * unsafe.Sizeof(DriveTerms{})]byte{}
+	_ [TermsOffset - BellsOffset]byte      = [DrivesMax * unsafe.Sizeof(DriveBells{})]byte{}
 
 	_ [8]byte  = [unsafe.Offsetof(Hello{}.UUID)]byte{}
 	_ [16]byte = [unsafe.Offsetof(Pin{}.Keys)]byte{}

@@ -87,22 +87,24 @@ type IdentifyController struct {
 
 // Bits of CTRATT, OACS, LPA, FNA, ONCS, VWC and SGLS that are used.
 const (
-	CTRATTGroups     = 1 << 4  // endurance groups
-	CTRATTFDP        = 1 << 19 // Flexible Data Placement
-	OACSFormat       = 1 << 1
-	LPASMARTPerNS    = 1 << 0
-	LPAExtended      = 1 << 2 // Get Log Page takes an offset and 32 bits of length
-	FNAFormatAll     = 1 << 0 // Format NVM is for all namespaces at once
-	ONCSCompare      = 1 << 0
-	ONCSDSM          = 1 << 2
-	ONCSWriteZeroes  = 1 << 3
-	VWCPresent       = 1 << 0
-	VWCFlushNSID     = 3 << 1 // Flush supports the broadcast NSID
-	SGLSMask         = 3 << 0 // 0 is no support
-	SGLSSupported    = 1 << 0
-	SGLSDwordAligned = 2 << 0
-	SGLSBitBucket    = 1 << 16
-	ControllerIO     = 1
+	CTRATTGroups = 1 << 4  // endurance groups
+	CTRATTFDP    = 1 << 19 // Flexible Data Placement
+	OACSFormat   = 1 << 1
+	// OACSDoorbellBuffer: Doorbell Buffer Config.
+	OACSDoorbellBuffer = 1 << 8
+	LPASMARTPerNS      = 1 << 0
+	LPAExtended        = 1 << 2 // Get Log Page takes an offset and 32 bits of length
+	FNAFormatAll       = 1 << 0 // Format NVM is for all namespaces at once
+	ONCSCompare        = 1 << 0
+	ONCSDSM            = 1 << 2
+	ONCSWriteZeroes    = 1 << 3
+	VWCPresent         = 1 << 0
+	VWCFlushNSID       = 3 << 1 // Flush supports the broadcast NSID
+	SGLSMask           = 3 << 0 // 0 is no support
+	SGLSSupported      = 1 << 0
+	SGLSDwordAligned   = 2 << 0
+	SGLSBitBucket      = 1 << 16
+	ControllerIO       = 1
 )
 
 // LBAFormat is one LBA format of a namespace (NVM 1.0 figure 98).

@@ -173,6 +173,11 @@ evicted() {
   must tuttifs evict --count 60 /mnt/kv "$(ls /mnt/kv | head -n 1)"
   within 10 told
   echo "drive 0 was told of $(number ranges) ranges in $(number commands) commands"
+  rings
+}
+# rings: prints how the daemon rings the doorbells of drives of ours: written, and saved by a doorbell buffer.
+rings() {
+  tr -d ' \n' </mnt/kv/.tuttifs/stats | grep -o '"doorbells":{"[^}]*}[^}]*}[^}]*}[^}]*}[^}]*}' || true
 }
 told() { cat /mnt/kv/.tuttifs/stats && sed -n '/"discards": /,$p' /tmp/out | grep '"ranges": [1-9]'; }
 # amplification DRIVE...: prints what those of a volume's drives count that place data, which must be something.

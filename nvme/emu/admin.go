@@ -25,6 +25,8 @@ type admin struct {
 	sqs      map[uint16]*Queue
 	cqs      map[uint16]*completionQueue
 	features features
+	shadows  []byte // page of shadow doorbells; nil without a doorbell buffer
+	events   []byte // page of event indexes
 	backend  Backend
 	reason   string
 
@@ -63,7 +65,7 @@ func newAdmin(c *Controller, sq []nvme.SQE, cq []nvme.CQE) (*admin, error) {
 	a.poller = p
 	a.backend, a.reason = p.pick(c)
 	p.extra = a.step
-	a.cqs[0] = &completionQueue{entries: cq, headBell: &a.bells[1], phase: 1}
+	a.cqs[0] = &completionQueue{entries: cq, headBell: bell{value: &a.bells[1]}, phase: 1}
 	q := newQueue(c, 0, sq, &a.bells[0], a.cqs[0], a.mem, nil)
 	q.admin, q.onKill = a, a.die
 	q.order.slots = nil // a parked command must hold up nobody
@@ -111,6 +113,8 @@ func (a *admin) accept(c *command) {
 			st, parked = a.deleteSQ(c)
 		case nvme.AdminAbort:
 			st = a.abort(c)
+		case nvme.AdminDoorbellBuf:
+			st = a.setShadows(e)
 		case nvme.AdminFormatNVM:
 			st = a.format(e)
 		case nvme.AdminAsyncEvent:
@@ -202,9 +206,11 @@ func (a *admin) createCQ(e *nvme.SQE) nvme.Status {
 	if !ok {
 		return nvme.DataTransferError | dnr
 	}
-	bell := &a.bells[2*int(id)+1]
-	atomic.StoreUint32(bell, 0)
-	a.cqs[id] = &completionQueue{id: id, entries: entries, headBell: bell, phase: 1}
+	head := &a.bells[2*int(id)+1]
+	atomic.StoreUint32(head, 0)
+	cq := &completionQueue{id: id, entries: entries, headBell: bell{value: head}, phase: 1}
+	a.shadowHead(cq)
+	a.cqs[id] = cq
 	a.features.created = true
 	return nvme.Success
 }
@@ -231,9 +237,10 @@ func (a *admin) createSQ(e *nvme.SQE) nvme.Status {
 	if !ok {
 		return nvme.DataTransferError | dnr
 	}
-	bell := &a.bells[2*int(id)]
-	atomic.StoreUint32(bell, 0)
-	q := newQueue(a.c, id, entries, bell, cq, a.mem, nil)
+	tail := &a.bells[2*int(id)]
+	atomic.StoreUint32(tail, 0)
+	q := newQueue(a.c, id, entries, tail, cq, a.mem, nil)
+	a.shadowTail(q)
 	q.onKill = func() { a.event(nvme.AsyncInvalidValue) }
 	a.sqs[id] = q
 	a.poller.add(q, a.backend, a.reason)

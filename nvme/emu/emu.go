@@ -86,6 +86,8 @@ type Config struct {
 	// Formats lets Format NVM choose among blocks of 512 and 4096 bytes; the namespace begins with those of the drive,
 	// which takes writes of either size.
 	Formats bool
+	// DoorbellBuffer lets a driver ring in memory (Doorbell Buffer Config).
+	DoorbellBuffer bool
 	// Placement models the flash below the namespace, and lets writes say what goes together; nil for neither.
 	Placement *Placement
 	// Phase keeps reads and writes apart. All who use the drive share it. nil lets them mix.
@@ -211,7 +213,7 @@ func (c *Controller) Attach(qc QueueConfig) (*Queue, error) {
 	if c.nextID == 0 {
 		c.nextID = 1
 	}
-	cq := &completionQueue{id: c.nextID, entries: qc.Memory.CQ, headBell: qc.Memory.CQHead, phase: 1}
+	cq := &completionQueue{id: c.nextID, entries: qc.Memory.CQ, headBell: bell{value: qc.Memory.CQHead}, phase: 1}
 	q := newQueue(c, c.nextID, qc.Memory.SQ, qc.Memory.SQTail, cq, qc.DMA, qc.Authority)
 	c.attached[q] = struct{}{}
 	return q, nil

@@ -75,6 +75,9 @@ func (c *Controller) identifyController() nvme.IdentifyController {
 	if c.cfg.Formats {
 		id.OACS |= nvme.OACSFormat
 	}
+	if c.cfg.DoorbellBuffer {
+		id.OACS |= nvme.OACSDoorbellBuffer
+	}
 	if c.flash != nil {
 		id.CTRATT, id.ENDGIDMAX = nvme.CTRATTGroups|nvme.CTRATTFDP, fdpGroup
 	}

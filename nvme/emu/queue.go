@@ -11,7 +11,7 @@ import (
 type completionQueue struct {
 	id       uint16
 	entries  []nvme.CQE
-	headBell *uint32
+	headBell bell
 	head     uint32 // as the executor last said
 	tail     uint32
 	phase    uint16
@@ -31,25 +31,35 @@ func distance(from, to, n uint32) uint32 {
 	return to + n - from
 }
 
-// poll takes the head doorbell. It is false when the executor claims to have consumed what was never posted.
+// poll takes the head doorbell. It is false when the executor claims to have consumed what was never posted. While
+// there is room the executor need not tell of the head: it cannot go beyond the tail.
 func (cq *completionQueue) poll() bool {
-	h, n := atomic.LoadUint32(cq.headBell), uint32(len(cq.entries))
-	if h == cq.head {
-		return true
+	h, n := cq.headBell.read(), uint32(len(cq.entries))
+	if cq.room() == 0 {
+		h = cq.headBell.load()
 	}
-	if h >= n || distance(cq.head, h, n) > distance(cq.head, cq.tail, n) {
-		return false
+	if h != cq.head {
+		if h >= n || distance(cq.head, h, n) > distance(cq.head, cq.tail, n) {
+			return false
+		}
+		cq.head = h
 	}
-	cq.head = h
+	if cq.room() > 0 {
+		cq.headBell.ask(cq.tail)
+	}
 	return true
 }
 
 func (cq *completionQueue) post(result uint64, sqHead, sqID, cid uint16, st nvme.Status) {
-	cq.entries[cq.tail].Publish(result, sqHead, sqID, cid, st, cq.phase)
+	at, phase := cq.tail, cq.phase
 	if cq.tail++; cq.tail == uint32(len(cq.entries)) {
 		cq.tail = 0
 		cq.phase ^= 1
 	}
+	if cq.room() > 0 {
+		cq.headBell.ask(cq.tail) // before the executor can consume the entry
+	}
+	cq.entries[at].Publish(result, sqHead, sqID, cid, st, phase)
 }
 
 // Bounds of one service of one queue, so that a busy one neither starves the others nor delays its own completions.
@@ -64,7 +74,7 @@ type Queue struct {
 	controller *Controller
 	id         uint16
 	entries    []nvme.SQE
-	tailBell   *uint32
+	tailBell   bell
 	cq         *completionQueue
 	dma        Memory
 	authority  Authority
@@ -95,11 +105,11 @@ type Queue struct {
 	dead     atomic.Bool
 }
 
-func newQueue(c *Controller, id uint16, entries []nvme.SQE, bell *uint32, cq *completionQueue, dma Memory,
+func newQueue(c *Controller, id uint16, entries []nvme.SQE, tail *uint32, cq *completionQueue, dma Memory,
 	authority Authority) *Queue {
 	n := len(entries)
 	q := &Queue{
-		controller: c, id: id, entries: entries, tailBell: bell, cq: cq, dma: dma, authority: authority,
+		controller: c, id: id, entries: entries, tailBell: bell{value: tail}, cq: cq, dma: dma, authority: authority,
 		commands: make([]command, n), ready: make([]*command, 0, 2*n), shuffle: uint32(id)*2654435761 | 1,
 	}
 	if c.cfg.InOrder {
@@ -147,7 +157,7 @@ func (q *Queue) kill(p *Poller) {
 // pollTail takes the tail doorbell. It is false when the doorbell is outside the queue or moves past entries that the
 // executor cannot know to be free.
 func (q *Queue) pollTail() bool {
-	t, n := atomic.LoadUint32(q.tailBell), uint32(len(q.entries))
+	t, n := q.tailBell.load(), uint32(len(q.entries))
 	if t == q.tail {
 		return true
 	}

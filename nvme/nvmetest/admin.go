@@ -149,6 +149,64 @@ func adminStatus(b *bench) {
 	}
 }
 
+// doorbellBuffer: queues are rung in memory where the controller takes that, round and round, before and after a reset;
+// nothing is overlooked, and register writes are saved.
+func doorbellBuffer(b *bench) {
+	b.open(vfio.Options{})
+	id := b.c.Identity()
+	var e nvme.SQE
+	nvme.BuildDoorbellBuffer(&e, 0, b.buf.IOVA, b.buf.IOVA+4096)
+	if id.OACS&nvme.OACSDoorbellBuffer == 0 {
+		_, ok := b.c.DoorbellBuffer()
+		require.False(b, ok)
+		_, err := b.c.Admin(e)
+		requireStatus(b, err, nvme.InvalidOpcode)
+		_, saved := b.c.Rings()
+		require.Zero(b, saved)
+		b.Skip("no doorbell buffer, and it says so")
+	}
+	_, ok := b.c.DoorbellBuffer()
+	require.True(b, ok)
+	e.DPTR[1] += 8
+	_, err := b.c.Admin(e)
+	requireStatus(b, err, nvme.InvalidField, nvme.PRPOffsetInvalid)
+	for lap := range 3 {
+		before, was := b.c.Rings()
+		submitted := uint64(0)
+		for range 200 { // all at once, so that the controller has something to look for
+			for _, ticket := range b.submitAll() {
+				submitted++
+				_, err := b.q.Wait(ticket)
+				require.NoError(b, err)
+			}
+			if _, saved := b.c.Rings(); saved > was && submitted > 4*uint64(b.q.Depth()) {
+				break
+			}
+		}
+		written, saved := b.c.Rings()
+		require.GreaterOrEqual(b, written-before+saved-was, submitted, "each command is rung, or need not be")
+		require.Greater(b, saved, was, "lap %d", lap)
+		q, err := b.c.NewQueue(2) // which has been another queue's
+		require.NoError(b, err)
+		for range 5 {
+			_, err = q.Do(b.byPRP(b.rw(false, b.block(0), 4096), 0, 4096))
+			require.NoError(b, err)
+		}
+		require.NoError(b, q.Close())
+		require.NoError(b, b.c.Reset())
+		_, ok := b.c.DoorbellBuffer()
+		require.True(b, ok)
+	}
+	require.Zero(b, b.q.Spurious())
+	require.NoError(b, b.c.Close())
+	b.open(vfio.Options{NoDoorbellBuffer: true})
+	b.write(b.block(0), 0, 64<<10)
+	_, saved := b.c.Rings()
+	require.Zero(b, saved)
+	_, ok = b.c.DoorbellBuffer()
+	require.False(b, ok)
+}
+
 // asyncEvents: as many wait as the controller says, and closing ends them.
 func asyncEvents(b *bench) {
 	b.openBare(vfio.Options{AdminTimeout: time.Hour})

@@ -10,8 +10,8 @@ import (
 )
 
 // SSDs opens addresses as SSDs that the driver drives, for drive.OpenAddress: 0000:0N:00.0 is a virtual controller over
-// the file driveN of a directory. The first has no SGLs; all move at most 128 KiB a command. They live as long as the
-// process.
+// the file driveN of a directory. The first has no SGLs and no doorbell buffer, the third places data; all move at
+// most 128 KiB a command. They live as long as the process.
 func SSDs(where string) func(address string, o drive.Options) (drive.Drive, error) {
 	return func(address string, o drive.Options) (drive.Drive, error) {
 		var n int
@@ -22,7 +22,11 @@ func SSDs(where string) func(address string, o drive.Options) (drive.Drive, erro
 		if err != nil {
 			return nil, err
 		}
-		hardware, err := emu.New(emu.Config{Drive: file, SGL: n > 0, MDTS: 5, Queues: 16})
+		c := emu.Config{Drive: file, SGL: n > 0, MDTS: 5, Queues: 16, DoorbellBuffer: n > 0}
+		if n == 2 {
+			c.Placement = &emu.Placement{Handles: 4, UnitBytes: 1 << 20}
+		}
+		hardware, err := emu.New(c)
 		if err != nil {
 			return nil, err
 		}

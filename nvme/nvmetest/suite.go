@@ -38,6 +38,7 @@ func Run(t *testing.T, r Rig) {
 		{"QueueLimits", queueLimits}, {"Pairs", pairs}, {"PRP", prp}, {"PRPStatus", prpStatus}, {"SGL", sgl},
 		{"SGLStatus", sglStatus}, {"TransferLimit", transferLimit}, {"IOStatus", ioStatus}, {"Flush", flush},
 		{"WriteZeroes", writeZeroes}, {"Deallocate", deallocate}, {"Compare", compare}, {"Placement", placement},
+		{"DoorbellBuffer", doorbellBuffer},
 		{"Load", load}, {"MediaError", mediaError}, {"Drive", driveModel}, {"Abort", abort}, {"Reset", reset},
 		{"ResetInFlight", resetInFlight},
 		{"HeldReset", heldReset}, {"HeldTimeout", heldTimeout}, {"HeldClose", heldClose}, {"Format", format},

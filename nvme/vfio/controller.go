@@ -6,6 +6,7 @@ import (
 	"maps"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tuttifs/nvme"
@@ -24,6 +25,8 @@ type Options struct {
 	RecoveryTimeout time.Duration
 	// FormatTimeout is for Format NVM; 0 means 15 min.
 	FormatTimeout time.Duration
+	// NoDoorbellBuffer leaves doorbells registers where the controller takes a doorbell buffer.
+	NoDoorbellBuffer bool
 }
 
 func (o *Options) setDefaults() {
@@ -73,6 +76,10 @@ type Controller struct {
 	resets uint64
 	err    error // it serves no more
 	ended  chan struct{}
+
+	buffer      *doorbellBuffer // made once; nil where the controller takes none
+	shadowed    atomic.Bool     // it looks there
+	rung, saved atomic.Uint64   // writes of doorbell registers, and those that were not needed
 }
 
 // Open starts a controller up, whatever state it is in, and owns the transport from then on, also when it fails.
@@ -92,6 +99,7 @@ func Open(t Transport, o Options) (*Controller, error) {
 
 // release gives the transport back, and with it whatever the controller could reach; then nothing needs the memory.
 func (c *Controller) release() error {
+	c.shadowed.Store(false)
 	err := c.t.Close()
 	memory := []*Buffer{c.page}
 	queues := c.own()
@@ -109,7 +117,7 @@ func (c *Controller) release() error {
 	c.mu.Lock()
 	clear(c.queues)
 	c.mu.Unlock()
-	return err
+	return errors.Join(err, c.buffer.free())
 }
 
 func (c *Controller) errorf(format string, args ...any) error {
@@ -201,6 +209,9 @@ func (c *Controller) start() error {
 			ErrUnsuitable)
 	}
 	if err := c.negotiate(); err != nil {
+		return err
+	}
+	if err := c.startBuffer(); err != nil {
 		return err
 	}
 	for _, q := range c.own() {

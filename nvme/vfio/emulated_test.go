@@ -88,14 +88,12 @@ func (w *world) rig() nvmetest.Rig {
 // TestEmulated is the conformance suite on virtual controllers.
 func TestEmulated(t *testing.T) {
 	for name, w := range map[string]*world{
-		"512":      {cfg: emu.Config{Drive: memoryDrive(t), MDTS: 7, SGL: true, Queues: 16, Formats: true}},
-		"4096":     {cfg: emu.Config{Drive: fileDrive(t), MDTS: 5, SGL: true, Queues: 16, QueueEntries: 1024}},
-		"bare":     {cfg: emu.Config{Drive: memoryDrive(t), MDTS: 1, InOrder: true, Queues: 4, QueueEntries: 32}},
-		"no limit": {cfg: emu.Config{Drive: memoryDrive(t), MDTS: 13, SGL: true}},
-		"placement": {cfg: emu.Config{Drive: memoryDrive(t), MDTS: 7, SGL: true, Queues: 16,
+		"512": {cfg: emu.Config{Drive: memoryDrive(t), MDTS: 7, SGL: true, Queues: 16, Formats: true, DoorbellBuffer: true,
 			Placement: &emu.Placement{Handles: 3, UnitBytes: 1 << 20}}},
-		"placement of 4096": {cfg: emu.Config{Drive: fileDrive(t), MDTS: 9, Queues: 16, Formats: true,
+		"4096": {cfg: emu.Config{Drive: fileDrive(t), MDTS: 5, SGL: true, Queues: 16, QueueEntries: 1024, Formats: true,
 			Placement: &emu.Placement{Handles: 5, UnitBytes: 2 << 20, Isolated: true}}},
+		"bare":        {cfg: emu.Config{Drive: memoryDrive(t), MDTS: 1, InOrder: true, Queues: 4, QueueEntries: 32}},
+		"no limit":    {cfg: emu.Config{Drive: memoryDrive(t), MDTS: 13, SGL: true, DoorbellBuffer: true}},
 		"a bad block": {cfg: emu.Config{Drive: memoryDrive(t), SGL: true}, bad: 9},
 	} {
 		t.Run(name, func(t *testing.T) { nvmetest.Run(t, w.rig()) })

@@ -125,6 +125,7 @@ func (c *Controller) enroll(p *Pair, resets uint64, register func(*Pair)) bool {
 func (c *Controller) createOn(do run, p *Pair) error {
 	var e nvme.SQE
 	depth := len(p.SQ)
+	c.clearShadows(p)
 	nvme.BuildCreateCQ(&e, 0, p.ID, p.Memory.IOVA+cqOffset(depth), uint32(depth))
 	if _, err := do(e); err != nil {
 		return c.errorf("create completion queue %d of %d entries: %w", p.ID, depth, err)
@@ -231,7 +232,7 @@ func (q *Queue) Close() error {
 }
 
 // RingSQ and RingCQ write the pair's doorbells.
-func (p *Pair) RingSQ(tail uint32) { p.c.t.Store32(p.SQTail, tail) }
+func (p *Pair) RingSQ(tail uint32) { p.c.ring(p, p.SQTail, tail) }
 
 // RingCQ says how far completions were consumed.
-func (p *Pair) RingCQ(head uint32) { p.c.t.Store32(p.CQHead, head) }
+func (p *Pair) RingCQ(head uint32) { p.c.ring(p, p.CQHead, head) }

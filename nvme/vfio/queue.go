@@ -165,7 +165,7 @@ func (q *Queue) trySubmit(e nvme.SQE, timeout time.Duration) (Ticket, error) {
 	if q.tail++; q.tail == uint32(len(q.pair.SQ)) {
 		q.tail = 0
 	}
-	q.c.t.Store32(q.pair.SQTail, q.tail)
+	q.pair.RingSQ(q.tail)
 	return Ticket{s.cid}, nil
 }
 
@@ -258,7 +258,7 @@ func (q *Queue) reap(served bool) {
 		}
 	}
 	if n > 0 && served {
-		q.c.t.Store32(q.pair.CQHead, q.head)
+		q.pair.RingCQ(q.head)
 	}
 }
 
