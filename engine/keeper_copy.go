@@ -138,7 +138,6 @@ func (c *keptCopier) write(id uint64, blocks []*block, grants []Grant) error {
 		switch grants[i].Status {
 		case ioctl.GrantNew:
 			fresh, slots = append(fresh, b), append(slots, gio.SlotIO{Slot: grants[i].Slot, Seed: grants[i].Seed})
-			c.pool.lives.Set(grants[i].Slot, grants[i].Lifetime)
 		case ioctl.GrantExists:
 			gone = append(gone, b)
 		case ioctl.GrantDeclined:
