@@ -142,6 +142,10 @@ type deviceMemory struct {
 // newDeviceMemory says what can be tried: nothing, where not all drives are real or writes could arrive late.
 func (s *Session) newDeviceMemory(o *GPUOptions) *deviceMemory {
 	d := &deviceMemory{why: "no pool was opened yet, with which to try whether SSDs reach it"}
+	if s.kept != nil {
+		d.why = "blocks that are declined are kept in host memory (KeepBytes), whose controller does not reach it"
+		return d
+	}
 	for i := range int(s.attach.Reply.Drives) {
 		if s.attach.Share(i) == nil {
 			d.why = "not all drives have queue pairs of their own"

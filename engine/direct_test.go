@@ -66,6 +66,12 @@ func TestMountDirect(t *testing.T) {
 	u.restoreToDevice(3, 1, keys)
 	require.NoError(t, u.session.Close())
 	require.Equal(t, cudatest.Counts{}, f.Live())
+
+	o := directOptions(f)
+	o.KeepBytes = KeepLeast
+	u = newUser(t, v, o, nil)
+	require.Contains(t, u.session.Describe(), "GPU memory: bounced, blocks that are declined are kept in host memory")
+	require.NoError(t, u.session.Close())
 }
 
 // TestMountBounces: where SSDs do not reach device memory, or reach another, it is bounced, and the session says why.

@@ -83,12 +83,12 @@ func (g *GPU) RegisterDevice(p cuda.Pointer, n uint64) (*Memory, error) {
 	m := &Memory{}
 	e := &m.device.entry
 	*e = cuda.KernelRegion{Base: uint64(p), Limit: n, Kind: cuda.RegionFlat}
-	// PRP lists are there for the DMA memory only.
-	if io, ok := g.peer(m, g.gpu.Peer, p, n); ok && g.config.SGL {
-		e.IO, e.Direct, m.direct, m.base = io-uint64(p), 1, true, io
+	if g.config.SGL { // PRP lists are there for the DMA memory only
+		if io, ok := g.peer(m, g.gpu.Peer, p, n); ok {
+			e.IO, e.Direct, m.direct, m.base = io-uint64(p), 1, true, io
+		}
 	}
 	if err := g.reachable(m); err != nil {
-		g.unpeer(m)
 		return nil, err
 	}
 	return g.register(m, nil)
@@ -196,6 +196,7 @@ func (g *GPU) RegisterPaged(p Paged) (*Memory, error) {
 				}
 			} else {
 				m.direct = false
+				g.unpeer(m)
 				if err := g.reachable(m); err != nil {
 					return err
 				}
