@@ -230,7 +230,7 @@ class Replicas(Mounted):
         b.lose(2)
         r, o = request("b", tokens), request("o", prompt(2051, 2))
         b.scheduling.matched(o, 0)
-        b.scheduling.allocated(r, [bt], b.scheduling.matched(r, 0))
+        b.scheduling.allocated(r, [bt], b.matched(r))
         b.turn({"o": 2 * FILE, "b": 1}, [table(9, 4)])
         b.settle()
         self.assertEqual(b.scheduling.matched(request("again", o.all_token_ids), 0), 0)

@@ -191,6 +191,8 @@ def table(seed: int, files: int) -> List[int]:
 
 
 class Mounted(unittest.TestCase):
+    volume: Volume
+
     @classmethod
     def setUpClass(cls) -> None:
         need_mount()
@@ -486,7 +488,7 @@ class Scheduled(Mounted):
         self.told(a, 2, 4, 0)
         r, o = request("b", tokens), request("o", prompt(1111, 1))
         a.scheduling.matched(o, 0)
-        a.scheduling.allocated(r, [bt], a.scheduling.matched(r, 0))
+        a.scheduling.allocated(r, [bt], a.matched(r))
         self.compute(a, o, FILE, 0, [table(3, 1)])  # it would be a pass, but for the load
         self.told(a, 2, 4, 1)
         self.assertEqual(self.stats(a).bubble_ns, 0)
@@ -512,7 +514,7 @@ class Scheduled(Mounted):
             self.assertIsNone(a.scheduling.matched(r, 0))  # the ranks are asked
             self.assertIsNone(a.scheduling.matched(r, 0))
             a.turn()
-            n = a.scheduling.matched(r, 0)
+            n = a.matched(r)
             if n == 0:
                 break
             self.assertEqual(n, 4 * FILE)
