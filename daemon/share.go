@@ -19,6 +19,11 @@ const (
 	shareIdle = 2
 	// sharePassed is how many times as long as it held others up a member is passed by.
 	sharePassed = 24
+	// shareUnused is for how long a direction is the member's in which it begins nothing though it wants to: an engine that
+	// runs begins within a fraction of that. Then its wish counts for nothing for as long, and for twice as long each
+	// time again, up to shareIgnored: one that was stopped with its wish raised must not keep others out.
+	shareUnused  = 5 * time.Millisecond
+	shareIgnored = sharePassed * shareUnused
 )
 
 // driveShare is a member's part in the phase of a drive whose own queue pairs it has. One of its pollers steps it.
@@ -42,6 +47,10 @@ type sharePart struct {
 	idle      int  // steps in a row in which a granted part had nothing
 	ended     uint64
 	withdrawn time.Time // when the grant was taken back
+	// unused is how long the grant has stood since something moved, up to seen; of the wish nothing is heard for ignored,
+	// until ignoredUntil.
+	unused, ignored    time.Duration
+	seen, ignoredUntil time.Time
 }
 
 // shareDrives makes the member's part in the phases of drives whose own queue pairs it gets. The caller holds setup.
@@ -91,15 +100,18 @@ func (s *driveShare) step(d phase.Direction, now time.Time, gone bool) (again bo
 	p := &s.parts[d]
 	flight, ended := atomic.LoadUint32(&s.words.Flight[d]), atomic.LoadUint64(&s.words.Commands[d])
 	wanted := !gone && atomic.LoadUint32(&s.words.Wanted[d]) > 0
-	if p.idle++; wanted || flight > 0 || ended != p.ended {
+	moves := flight > 0 || ended != p.ended
+	if p.idle++; wanted || moves {
 		p.idle = 0
 	}
+	p.use(moves, now)
 	if p.begun && ended != p.ended {
 		s.holder.Moved(d)
 	}
 	p.ended = ended
 	// Who has it asks again each step, so that it goes as soon as others are to have the drive.
-	ask := wanted || p.granted && !gone && p.idle < shareIdle
+	wish := wanted || p.granted && !gone && p.idle < shareIdle
+	ask := wish && !now.Before(p.ignoredUntil)
 	switch {
 	case ask && (now.Before(s.passedUntil) || s.holder.Enter(d, now)):
 		s.grant(d)
@@ -111,7 +123,21 @@ func (s *driveShare) step(d phase.Direction, now time.Time, gone bool) (again bo
 	if p.begun && !p.granted {
 		s.drain(d, flight, now)
 	}
-	return ask || p.begun
+	return wish || p.begun // nobody else comes back for a wish that is ignored
+}
+
+// use notes whether the member uses what it was given, and when that is to be taken back.
+func (p *sharePart) use(moves bool, now time.Time) {
+	switch {
+	case moves:
+		p.unused, p.ignored, p.ignoredUntil = 0, 0, time.Time{}
+	case p.granted:
+		p.unused += now.Sub(p.seen)
+	}
+	if p.seen = now; p.unused >= shareUnused {
+		p.unused, p.ignored = 0, min(max(2*p.ignored, shareUnused), shareIgnored)
+		p.ignoredUntil = now.Add(p.ignored)
+	}
 }
 
 // grant lets chunks begin. Of writes each holder has an equal part in flight.

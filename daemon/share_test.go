@@ -200,6 +200,36 @@ func TestSharesKeepToPhases(t *testing.T) {
 	}
 }
 
+// TestShareThatIsNotUsed: an engine that wants to begin and does not, as one that was stopped meanwhile, takes little of
+// the others' time, and is given the drive when it goes on.
+func TestShareThatIsNotUsed(t *testing.T) {
+	for d, name := range []string{"reads", "writes"} {
+		t.Run(name, func(t *testing.T) {
+			chunks := func(frozen bool) int {
+				w := newShareWorld(t, 1)
+				others := w.share()
+				lane := &shareLane{w: w, words: others.words, write: d == int(phase.Read)}
+				poller := &sharePoller{w: w, holder: w.token.Holder(phase.Data), d: phase.Direction(1 - d)}
+				words := w.share().words
+				if frozen {
+					words.Wanted[d] = 1
+				}
+				w.run(5*time.Second, lane.step, poller.step)
+				n := min(lane.chunks, poller.chunks)
+				if frozen {
+					thawed := &shareLane{w: w, words: words, write: d == int(phase.Write), wanted: true}
+					w.run(time.Second, lane.step, poller.step, thawed.step)
+					require.Greater(t, thawed.chunks, 10)
+				}
+				require.Zero(t, w.passed)
+				return n
+			}
+			alone := chunks(false)
+			require.Greater(t, chunks(true), alone*9/10)
+		})
+	}
+}
+
 // TestShareGivesAndTakes goes through what one engine is told.
 func TestShareGivesAndTakes(t *testing.T) {
 	w := newShareWorld(t, 1)
