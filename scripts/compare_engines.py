@@ -370,8 +370,9 @@ def summary(a, c, seconds, versions):
             "stored_after_ms": spread([1e3 * x["stored_after"] for x in stores]),
             "resident_ms": spread([1e3 * x["resident"] for x in loads]),
             "load_ms": spread([1e3 * (x["ttft"] - x["resident"]) for x in loads]),
-            "load_gb_per_second": spread([x["cached"] * KV_BYTES / max(1e-3, x["ttft"] - x["resident"]) / 1e9
-                                          for x in loads])}
+            # Differences may be less than they vary: of all together.
+            "load_gb_per_second": sum(x["cached"] for x in loads) * KV_BYTES
+            / max(1e-9, sum(x["ttft"] - x["resident"] for x in loads)) / 1e9}
     r["between_tokens"] = {}
     for s in systems:
         quiet = [1e3 * g for round_ in c.streamed for g in round_[s]["quiet"][2:]]
@@ -390,9 +391,9 @@ def say(s, digits):
 
 
 def table(r):
-    print(", ".join(f"{name} {version}" for name, version in r["versions"].items())
-          + f"; {r['cores']} cores, {r['requests']} requests ({r['trace']}), {r['kv_bytes_per_token']} bytes of KV a "
-          f"token, {r['memory_mib']} MiB beside the cache, files in {r['where']}")
+    print(", ".join(f"{name} {version}" for name, version in r["versions"].items()) + f", {r['cores']} cores; files in "
+          f"{r['where']}, {r['memory_mib']} MiB beside the cache")
+    print(f"{r['requests']} requests ({r['trace']}), {r['kv_bytes_per_token']} bytes of KV a token")
     print("Medians (10th-90th percentile). All answers equal those without a cache, token for token.\n")
     print(f"Time to first token, ms, by what is cached\n{'':<18} {'':<18} {'p50':>8} {'p90':>8} {'of no cache':>22} "
           f"{'of tuttifs':>22}")
@@ -403,10 +404,10 @@ def table(r):
                   f"{say(x.get('of_tuttifs', {}), 3):>22}")
     print("\nTokens found: " + ", ".join(f"{s} {n}" for s, n in r["cached_tokens"].items())
           + f"; shared {r['shared_tokens']}")
-    print(f"\nThe store\n{'':<18} {'stores, GB/s':>20} {'loads, GB/s':>20} {'load, ms':>20} {'from memory, ms':>22}")
+    print(f"\nThe store\n{'':<18} {'stores, GB/s':>20} {'loads, GB/s':>12} {'load, ms':>26} {'from memory, ms':>26}")
     for s, x in r["rates"].items():
-        print(f"{s:<18} {say(x['store_gb_per_second'], 2):>20} {say(x['load_gb_per_second'], 2):>20} "
-              f"{say(x['load_ms'], 1):>20} {say(x['resident_ms'], 1):>22}")
+        print(f"{s:<18} {say(x['store_gb_per_second'], 2):>20} {x['load_gb_per_second']:>12.2f} "
+              f"{say(x['load_ms'], 1):>26} {say(x['resident_ms'], 1):>26}")
     print("\nBetween the tokens of one request, ms")
     print(f"{'':<18} {'alone':>20} {'of tuttifs':>20} {'beside a restore':>22} {'the longest of each':>22}")
     for s, x in r["between_tokens"].items():

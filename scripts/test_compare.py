@@ -95,6 +95,7 @@ class Report(unittest.TestCase):
         rates = r["rates"]["vllm-fs"]
         self.assertAlmostEqual(rates["store_gb_per_second"]["p50"], (1 << 30) / 0.5 / 1e9)
         self.assertAlmostEqual(rates["load_ms"]["p50"], 2250)
+        self.assertAlmostEqual(rates["load_gb_per_second"], 2048 * c.KV_BYTES / 4.5 / 1e9)
         between = r["between_tokens"]["tuttifs"]
         self.assertAlmostEqual(between["quiet_ms"]["p50"], 20)
         self.assertAlmostEqual(between["longest_beside_ms"]["p50"], 250)
