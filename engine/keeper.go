@@ -26,13 +26,13 @@ import (
 // given to another block is ever taken for what it is not: it is a miss.
 type keeper struct {
 	pool   *Pool
-	ring   func() gio.Executor
+	ring   gio.Executor
 	layout *stripe.Layout
 	memory []byte // the pool's part
 	first  uint64 // unit of the memory at which the part begins
 	perRow uint32 // slots
 	rows   []gio.MapRow
-	place  *gio.Map // of the rows alone
+	places *gio.Map // where slots lie in the session's memory
 	nonce  [8]byte
 
 	mu     sync.Mutex
@@ -87,7 +87,7 @@ func (s *KeepStats) Spared() uint64 { return (s.Declined - min(s.Written, s.Decl
 const keptRow = 1 << 16
 
 // newKeeper takes a part of the session's memory for a pool, nil where not one slot fits.
-func newKeeper(p *Pool, m *keptMemory, bytes int64, ring func() gio.Executor) (*keeper, error) {
+func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (*keeper, error) {
 	l := p.layout
 	width, perRow := uint64(l.Width()), l.SlotsPerRow(p.entryUnits)
 	set := width * l.SlotUnits() * stripe.UnitBytes // so many slots as there are entries lie in it
@@ -121,7 +121,7 @@ func newKeeper(p *Pool, m *keptMemory, bytes int64, ring func() gio.Executor) (*
 		k.rows = append(k.rows, r)
 	}
 	var err error
-	k.place, err = gio.NewMap(l, p.entryUnits, k.rows, 0)
+	k.places, err = gio.NewMap(l, p.entryUnits, k.rows, 0)
 	return k, err
 }
 

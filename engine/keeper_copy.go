@@ -185,7 +185,7 @@ func (c *keptCopier) storeRank(rank uint16, blocks []*block, slots []gio.SlotIO)
 			return err
 		}
 	}
-	layers, err := c.ring().CreateLayers(c.pool.Map(), rank, slots)
+	layers, err := c.ring.CreateLayers(c.pool.Map(), rank, slots)
 	if err != nil {
 		return err
 	}
@@ -222,7 +222,7 @@ func (c *keptCopier) prepare() (err error) {
 	if err != nil {
 		return fmt.Errorf("engine: %d bytes for copies: %w", size, err)
 	}
-	c.registered, err = c.ring().Register(c.staging)
+	c.registered, err = c.ring.Register(c.staging)
 	return err
 }
 
@@ -255,7 +255,7 @@ func (c *keptCopier) load(i int, rank uint16, b *block) error {
 
 // bytes is an object of a block in the memory.
 func (c *keptCopier) bytes(b *block, object uint16) []byte {
-	_, unit, _, _ := c.place.Locate(c.slot(b.Place), object) // all places are mapped
+	_, unit, _, _ := c.places.Locate(c.slot(b.Place), object) // all places are mapped
 	from := int(unit-c.first) * stripe.UnitBytes
 	return c.memory[from : from+int(c.layout.ObjectBytes(object))]
 }

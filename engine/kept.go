@@ -169,7 +169,7 @@ func (s *Session) keep(p *Pool, spec *PoolSpec) error {
 	if s.kept == nil {
 		return nil
 	}
-	k, err := newKeeper(p, s.kept, spec.KeepBytes, func() gio.Executor { return s.ring })
+	k, err := newKeeper(p, s.kept, spec.KeepBytes, s.ring)
 	if k == nil || err != nil {
 		return err
 	}
