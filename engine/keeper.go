@@ -61,10 +61,24 @@ type kept struct {
 	queued     bool     // it is to be copied to the drives, or is being
 }
 
-// keptPin is what a request has pinned.
+// keptPin is what a request was answered: so many keys from the drives, and the blocks behind them from here.
 type keptPin struct {
-	blocks []*block
-	alone  bool // and nothing on the drives
+	tenant   uint32
+	onDrives int
+	blocks   []*block
+}
+
+// same says whether keys are those that were pinned.
+func (p *keptPin) same(tenant uint32, keys []Key) bool {
+	if tenant != p.tenant || len(keys) < p.onDrives+len(p.blocks) {
+		return false
+	}
+	for i, b := range p.blocks {
+		if b.Key.Key != keys[p.onDrives+i] {
+			return false
+		}
+	}
+	return true
 }
 
 // KeepStats are what a pool's memory for blocks that were declined holds and has done.
@@ -175,37 +189,63 @@ func (k *keeper) present(tenant uint32, keys []Key, present []bool) {
 	}
 }
 
-// pin leases the longest prefix of keys that is there, of what follows those that were found on the drives. It is the
-// blocks' second touch.
-func (k *keeper) pin(tenant uint32, request uint64, keys []Key, grants []Grant, onDrives int) (n int) {
+// onDrives is how many of a request's keys the drives are to be asked for: as many as they had when it was pinned, since
+// what is copied to them meanwhile does not change the answer; all where that was not.
+func (k *keeper) onDrives(tenant uint32, request uint64, keys []Key) (int, error) {
 	if k == nil {
-		return 0
+		return len(keys), nil
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	p := k.pins[request]
 	if p == nil {
-		p = &keptPin{alone: onDrives == 0}
-		for i := range keys {
-			b := k.find(tenant, &keys[i])
-			if b == nil {
-				break
-			}
-			k.index.Hold(b)
-			k.index.Use(b)
-			p.blocks = append(p.blocks, b)
-			k.copies(b)
-		}
-		if len(p.blocks) == 0 {
-			return 0
+		return len(keys), nil
+	}
+	if !p.same(tenant, keys) {
+		return 0, fmt.Errorf("%w: this request id pins other keys", ErrInvalid)
+	}
+	return p.onDrives, nil
+}
+
+// pin leases what is there of the keys behind those that were found on the drives, and returns how many are pinned in
+// all. It is the blocks' second touch.
+func (k *keeper) pin(tenant uint32, request uint64, keys []Key, grants []Grant, onDrives int) int {
+	if k == nil {
+		return onDrives
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	p := k.pins[request]
+	if p == nil {
+		p = &keptPin{tenant: tenant, onDrives: onDrives, blocks: k.hold(tenant, keys[onDrives:])}
+		if onDrives+len(p.blocks) == 0 {
+			return 0 // the next may find something
 		}
 		k.pins[request] = p
-		k.stats.Hits += uint64(len(p.blocks))
 	}
-	for n = 0; n < min(len(p.blocks), len(keys)) && p.blocks[n].Key.Key == keys[n]; n++ {
-		grants[n] = k.grant(p.blocks[n], ioctl.GrantPinned)
+	if p.onDrives > onDrives || !p.same(tenant, keys) {
+		return onDrives // its lease on the drives has ended, so that there is a gap
 	}
-	return n
+	for i, b := range p.blocks {
+		grants[p.onDrives+i] = k.grant(b, ioctl.GrantPinned)
+	}
+	return p.onDrives + len(p.blocks)
+}
+
+// hold touches and holds the longest prefix of keys that is there. mu is held.
+func (k *keeper) hold(tenant uint32, keys []Key) (blocks []*block) {
+	for i := range keys {
+		b := k.find(tenant, &keys[i])
+		if b == nil {
+			break
+		}
+		k.index.Hold(b)
+		k.index.Use(b)
+		blocks = append(blocks, b)
+		k.copies(b)
+	}
+	k.stats.Hits += uint64(len(blocks))
+	return blocks
 }
 
 func (k *keeper) grant(b *block, status uint8) Grant {
@@ -227,7 +267,7 @@ func (k *keeper) copies(b *block) {
 	}
 }
 
-// release ends a request's pins, and says whether it had none on the drives.
+// release ends a request's pins, and says whether it had none on the drives when it was pinned.
 func (k *keeper) release(request uint64) (alone bool) {
 	if k == nil {
 		return false
@@ -242,7 +282,7 @@ func (k *keeper) release(request uint64) (alone bool) {
 	for _, b := range p.blocks {
 		k.index.Release(b)
 	}
-	return p.alone
+	return p.onDrives == 0
 }
 
 // reserve gives those of a reservation's items that were declined slots in the memory, as long as there are any; others

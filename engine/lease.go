@@ -176,9 +176,13 @@ func (p *Pool) Pin(tenant uint32, request uint64, keys []Key, grants []Grant) (i
 	if err != nil {
 		return 0, err
 	}
+	onDrives, err := p.keeper.onDrives(tenant, request, keys)
+	if err != nil {
+		return 0, err
+	}
 	pinned, parts := 0, 0
-	for begin := 0; begin < len(keys); parts++ {
-		part := keys[begin:min(begin+most, len(keys))]
+	for begin := 0; begin < onDrives; {
+		part := keys[begin:min(begin+most, onDrives)]
 		var n int
 		held := parts // of this call: an id that others have is refused, and what they pinned stays theirs
 		err := p.control.retry(func() (err error) {
@@ -190,17 +194,22 @@ func (p *Pool) Pin(tenant uint32, request uint64, keys []Key, grants []Grant) (i
 			return p.follow(generation)
 		})
 		if err != nil {
+			if held > 0 {
+				p.keeper.release(request)
+			}
 			_ = p.releaseParts(request, held)
 			return 0, err
 		}
+		if n > 0 { // else there is nothing to release
+			parts++
+		}
 		pinned, begin = pinned+n, begin+len(part)
 		if n < len(part) {
-			parts++
 			break
 		}
 	}
 	p.remember(partKey(request, false), parts)
-	return pinned + p.keeper.pin(tenant, request, keys[pinned:], grants[pinned:], pinned), nil
+	return p.keeper.pin(tenant, request, keys, grants, pinned), nil
 }
 
 func (p *Pool) pin(tenant uint32, request uint64, keys []Key, grants []Grant) (int, uint64, error) {
@@ -232,10 +241,12 @@ func (p *Pool) Release(request uint64) error {
 	key := partKey(request, false)
 	parts := p.partsOf(key)
 	p.remember(key, 0)
-	if p.keeper.release(request) {
-		return nil
+	kept := p.keeper.release(request)
+	err := p.releaseParts(request, parts)
+	if kept && errors.Is(err, ErrNotFound) {
+		return nil // it had nothing else
 	}
-	return p.releaseParts(request, parts)
+	return err
 }
 
 // releaseParts releases every batch of a request, whatever happens to the others.

@@ -40,6 +40,7 @@ type fakeMount struct {
 	held       int             // files reserved
 	aborts     []uint64
 	room       int // items that still fit
+	declined   bool
 	busy       int // EAGAINs before a reserve succeeds
 	commits    []uint64
 	calls      int
@@ -150,8 +151,13 @@ func (f *fakeMount) Pin(a *ioctl.Pin) error {
 	if f.refused != 0 && a.Request == f.refused {
 		return ioctl.EINVAL
 	}
-	n := f.prefix(a.Keys)
-	f.pins[a.Request] = n
+	n, again := f.pins[a.Request]
+	if !again {
+		n = f.prefix(a.Keys)
+	}
+	if n > 0 { // what finds nothing keeps nothing
+		f.pins[a.Request] = n
+	}
 	f.grants(a.Grants, n, ioctl.GrantPinned)
 	a.Count, a.Pools, a.MapGeneration = uint32(n), 1, f.generation
 	return nil
@@ -189,7 +195,11 @@ func (f *fakeMount) Reserve(a *ioctl.Reserve, flags uint16) error {
 	n = min(n, f.room)
 	f.room -= n
 	f.reserved[a.Reserve] = n
-	f.grants(a.Grants, n, ioctl.GrantNew)
+	status := uint8(ioctl.GrantNew)
+	if f.declined {
+		status = ioctl.GrantDeclined
+	}
+	f.grants(a.Grants, n, status)
 	a.Count, a.Pools, a.MapGeneration = uint32(n), 1, f.generation
 	return nil
 }
@@ -243,6 +253,15 @@ func (f *fakeMount) ReportBad(a *ioctl.ReportBad) error { a.Ticket = 1234; retur
 
 // newPool opens a pool on a fake mount with an arena of n bytes.
 func newPool(t testing.TB, n int) (*Pool, *fakeMount, *[]uint64) {
+	c, f, waited := newControl(n)
+	g := stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 9000}}}}}
+	p, err := c.openPool(PoolSpec{Name: "pool", Identity: []byte("{}"), Geometry: g}, keepNothing)
+	require.NoError(t, err)
+	return p, f, waited
+}
+
+// newControl is the metadata side of a session on a fake mount, and the tickets that it has waited for.
+func newControl(n int) (*control, *fakeMount, *[]uint64) {
 	f := &fakeMount{
 		arena: make([]byte, n), generation: 3, pageRows: 2, room: 1 << 30,
 		present: map[Key]bool{}, pins: map[uint64]int{}, reserved: map[uint64]int{},
@@ -254,10 +273,7 @@ func newPool(t testing.TB, n int) (*Pool, *fakeMount, *[]uint64) {
 	var waited []uint64
 	c := &control{verbs: f, deadline: time.Second, arena: f.arena, mapWord: func() uint64 { return f.word },
 		wait: func(_ context.Context, id uint64) error { waited = append(waited, id); return nil }}
-	g := stripe.Geometry{Objects: []stripe.Object{{Runs: []stripe.Run{{Kind: stripe.RunKV, Bytes: 9000}}}}}
-	p, err := c.openPool(PoolSpec{Name: "pool", Identity: []byte("{}"), Geometry: g}, keepNothing)
-	require.NoError(t, err)
-	return p, f, &waited
+	return c, f, &waited
 }
 
 func keys(n int) []Key {

@@ -1,0 +1,144 @@
+package engine
+
+import (
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"tuttifs/drive"
+	"tuttifs/ioctl"
+	"tuttifs/stripe"
+)
+
+// keeping is a pool of two ranks on a fake mount that declines everything, with memory for some of it. Nothing copies
+// that to the drives: tests say when it is there.
+type keeping struct {
+	*Pool
+	t     *testing.T
+	mount *fakeMount
+}
+
+func newKeeping(t *testing.T, slots int) *keeping {
+	c, f, _ := newControl(1 << 16)
+	f.declined = true
+	var g stripe.Geometry
+	for rank := range uint16(2) {
+		runs := []stripe.Run{{Kind: stripe.RunKV, Bytes: 9000}}
+		g.Objects = append(g.Objects, stripe.Object{Rank: rank, Runs: runs})
+	}
+	keep := func(p *Pool) (err error) {
+		d, err := drive.NewMemory("kept", int64(slots)*int64(p.layout.SlotUnits())*stripe.UnitBytes)
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, d.Close()) })
+		p.keeper, err = newKeeper(p, &keptMemory{drive: d}, 0, nil)
+		return err
+	}
+	p, err := c.openPool(PoolSpec{Name: "pool", Identity: []byte("{}"), Geometry: g}, keep)
+	require.NoError(t, err)
+	require.EqualValues(t, slots, p.KeepStats().Slots)
+	return &keeping{p, t, f}
+}
+
+// reserved are the answers to a reservation of keys.
+func (k *keeping) reserved(id uint64, keys []Key) []Grant {
+	k.t.Helper()
+	items, grants := make([]Item, len(keys)), make([]Grant, len(keys))
+	for i := range keys {
+		items[i] = Item{Key: keys[i], Tokens: 16, Position: uint32(i)}
+	}
+	n, err := k.Reserve(0, id, items, false, grants)
+	require.NoError(k.t, err)
+	require.Equal(k.t, len(keys), n)
+	return grants
+}
+
+// stored has the memory keep blocks.
+func (k *keeping) stored(id uint64, keys []Key) {
+	k.t.Helper()
+	k.reserved(id, keys)
+	require.NoError(k.t, k.CommitRanks(id, 0, 1))
+}
+
+// pinned are the answers to a pin of keys.
+func (k *keeping) pinned(request uint64, keys []Key) []Grant {
+	k.t.Helper()
+	grants := make([]Grant, len(keys))
+	n, err := k.Pin(0, request, keys, grants)
+	require.NoError(k.t, err)
+	return grants[:n]
+}
+
+// A pin that is repeated answers the same, whatever has come to the drives since, and its release leaves nothing there.
+func TestKeptPinIsRepeated(t *testing.T) {
+	k := newKeeping(t, 8)
+	all := keys(6)
+	k.stored(1, all[:2])
+	first := k.pinned(1, all[:3])
+	require.Len(t, first, 2)
+	for _, copied := range []int{1, 2, 3} {
+		for i := range copied {
+			k.mount.present[all[i]] = true
+		}
+		require.Equal(t, first, k.pinned(1, all[:3]), "%d on the drives", copied)
+	}
+	require.Len(t, k.pinned(2, all[:3]), 3, "another request finds them there")
+	require.NoError(t, k.Release(2))
+	_, err := k.Pin(0, 1, all[1:3], first)
+	require.ErrorIs(t, err, ErrInvalid, "other keys")
+	_, err = k.Pin(9, 1, all[:3], first)
+	require.ErrorIs(t, err, ErrInvalid, "another tenant")
+	require.NoError(t, k.Release(1))
+	require.Empty(t, k.mount.pins)
+	require.ErrorIs(t, k.Release(1), ErrNotFound)
+
+	// Neither does one grow that was answered from the drives alone, nor one of both.
+	onDrives := k.pinned(3, all)
+	require.Len(t, onDrives, 3)
+	k.stored(2, all[3:5])
+	require.Len(t, k.pinned(3, all), 3)
+	both := k.pinned(4, all)
+	require.Len(t, both, 5)
+	k.mount.present[all[3]] = true
+	for i, g := range k.pinned(4, all) {
+		require.Equal(t, both[i].Generation, g.Generation, "%d", i)
+		require.Equal(t, i >= 3, k.keeper.owns(g.Slot), "%d", i)
+	}
+	require.NoError(t, k.Release(3))
+	require.NoError(t, k.Release(4))
+	require.Empty(t, k.mount.pins)
+	require.Empty(t, k.keeper.pins)
+}
+
+// Two ranks may pin side by side while a block comes to the drives between them: both are answered the same.
+func TestKeptPinSideBySide(t *testing.T) {
+	k := newKeeping(t, 8)
+	all := keys(2)
+	k.stored(1, all)
+	first := k.pinned(1, all)
+	k.mount.present[all[0]] = true
+	grants := make([]Grant, 2)
+	n, _, err := k.pin(0, 1, all, grants) // this one had asked the mount before the other was answered
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	require.Equal(t, 2, k.keeper.pin(0, 1, all, grants, n))
+	require.Equal(t, first, grants)
+	require.NoError(t, k.Release(1))
+	require.Empty(t, k.mount.pins)
+	require.EqualValues(t, ioctl.GrantPinned, first[0].Status)
+}
+
+// A prefix that ends where a batch does is released without an error.
+func TestReleaseOfWholeBatches(t *testing.T) {
+	p, f, _ := newPool(t, 4096)
+	most, err := p.control.batch(ioctl.KeyBytes + grantBytes)
+	require.NoError(t, err)
+	all := keys(3 * most)
+	for _, key := range all[:2*most] {
+		f.present[key] = true
+	}
+	n, err := p.Pin(0, 1, all, make([]Grant, len(all)))
+	require.NoError(t, err)
+	require.Equal(t, 2*most, n)
+	require.NoError(t, p.Release(1))
+	require.Empty(t, f.pins)
+}
