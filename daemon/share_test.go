@@ -151,9 +151,12 @@ func (w *shareWorld) step(s *driveShare, gone bool) (again bool) {
 // get on; also beside an engine that leaves nothing when it is told, and one that was stopped with reads in flight.
 func TestSharesKeepToPhases(t *testing.T) {
 	for _, x := range []struct {
-		name             string
-		hostile, stopped bool
-	}{{name: "all behave"}, {name: "hostile", hostile: true}, {name: "stopped", stopped: true}} {
+		name                      string
+		hostile, stopped, babbles bool
+	}{
+		{name: "all behave"}, {name: "hostile", hostile: true}, {name: "stopped", stopped: true},
+		{name: "says anything", babbles: true},
+	} {
 		t.Run(x.name, func(t *testing.T) {
 			w := newShareWorld(t, 1)
 			var steps []func()
@@ -176,6 +179,14 @@ func TestSharesKeepToPhases(t *testing.T) {
 				words.Wanted, words.Flight = [2]uint32{1, 1}, [2]uint32{1, 1}
 				steps = append(steps, func() { words.Commands[0]++; words.Commands[1]++ })
 			}
+			if x.babbles {
+				words := w.share().words
+				steps = append(steps, func() {
+					words.Wanted = [2]uint32{w.random.Uint32N(2), w.random.Uint32()}
+					words.Flight = [2]uint32{w.random.Uint32(), w.random.Uint32N(2)}
+					words.Commands, words.WriteBytes = [2]uint64{w.random.Uint64(), w.random.Uint64()}, w.random.Uint64()
+				})
+			}
 			if x.stopped {
 				words := w.share().words
 				words.Want(false, 1)
@@ -192,7 +203,7 @@ func TestSharesKeepToPhases(t *testing.T) {
 			for _, p := range pollers {
 				require.Greater(t, p.chunks, 40)
 			}
-			require.Equal(t, x.hostile || x.stopped, w.passed > 0)
+			require.Equal(t, x.hostile || x.stopped || x.babbles, w.passed > 0)
 			if x.stopped {
 				require.Less(t, w.passed, 3)
 			}
