@@ -341,6 +341,33 @@ class Failures(Mounted):
         b.store(q, [table(10, 2)])
         self.assertEqual(b.matched(request("q2", q.all_token_ids), 0), FILE)
 
+    def test_a_failed_load_is_reported_before_the_stores_are_gathered(self) -> None:
+        """In the order that vLLM has with speculative decoding."""
+        a, b = Side(self), Side(self, layerwise=True)
+        a.fill(1)
+        at, bt, tokens, o = table(1, 2), table(2, 2), prompt(710, 2), request("o", prompt(711, 1))
+        a.store(request("a", tokens), [at])
+        self.damage(a, tuttifs.keys(tokens, FILE)[0])
+        r, w = request("b", tokens), b.workers[0]
+        b.matched(o, 0)
+        b.scheduling.allocated(r, [bt], b.matched(r))
+        step = b.scheduling.step({"o": FILE, "b": 1}, lambda name: [table(9, 1)])
+        load = w._load
+
+        def late(*arguments: Any) -> Any:
+            time.sleep(0.05)
+            return load(*arguments)
+        w._load = late  # type: ignore[method-assign]
+        w.begin(step)
+        w.start_loads(step)
+        failed, bad = w.finished_loads()[1:]
+        self.assertEqual((failed, bad), ({"b"}, set(bt[:2])))
+        self.assertEqual(w.report().failed, {"b": 0})
+        w.gather(step)
+        b.settle()
+        self.assertEqual(b.events, [])
+        self.assertEqual(b.matched(request("again", o.all_token_ids), 0), 0)
+
     def test_the_mount_goes(self) -> None:
         a, b = Side(self), Side(self)
         a.fill(1)

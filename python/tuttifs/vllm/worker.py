@@ -314,6 +314,7 @@ class Worker:
         self._reservation: Optional[Reservation] = None  # of the part that is being written: the storer's, as the next
         self._new: Dict[int, List[int]] = {}  # files of the store that is being written, by group
         self._waiting: List[Tuple[Progress, "concurrent.futures.Future[Outcome]"]] = []
+        self._number = 0  # of the step
         self._tainted = 0  # the last step of which a load failed that it waited for
         self._loading = 0  # loads under way
         self._telling: Optional[End] = None  # whose scheduler is told of the layers of this step
@@ -369,6 +370,7 @@ class Worker:
 
     def begin(self, step: Step) -> None:
         """The step is about to compute."""
+        self._number = step.number
         end = self._attach(step)
         for w in step.weigh:
             self._report.worth[w.request] = self._worth(end, w)
@@ -438,11 +440,7 @@ class Worker:
     def gather(self, step: Step) -> None:
         """Takes what the step's stores need out of the blocks. A step of which a load failed stores nothing."""
         self._done(self._layers - 1)
-        for _, done in self._waiting:
-            outcome = done.result()
-            if outcome.first_failed >= 0 or outcome.alone:
-                self._tainted = step.number
-        self._waiting.clear()
+        self._verify()
         end = self._attach(step) if step.stores else None
         for store in step.stores:
             if self.rank.replica:
@@ -457,8 +455,18 @@ class Worker:
                 self._gather(end, store)
         self._report.step = step.number
 
+    def _verify(self) -> None:
+        """Waits for the loads that the step waits for: only then is it known whether what its layers read was whole."""
+        for _, done in self._waiting:
+            outcome = done.result()
+            if outcome.first_failed >= 0 or outcome.alone:
+                self._tainted = self._number
+        self._waiting.clear()
+
     def finished_loads(self) -> Tuple[Set[str], Set[str], Set[int]]:
-        """Requests whose loads ended since the last call, those of them that failed, and the blocks that did."""
+        """Requests whose loads ended since the last call, those of them that failed, and the blocks that did. With
+        speculative decoding vLLM asks before `gather`, and takes the step's tokens for good if nothing failed."""
+        self._verify()
         ended, failed, bad = set(), set(), set()
         while self._outcomes:
             o = self._outcomes.popleft()
