@@ -428,7 +428,7 @@ func load(b *bench) {
 	}
 }
 
-// mediaError: a block that cannot be read is an error of its own command, and of no other.
+// mediaError: a block that cannot be read, or written, is an error of its own command, and of no other.
 func mediaError(b *bench) {
 	if b.rig.BadBlocks == 0 {
 		b.Skip("the rig has no bad block")
@@ -444,6 +444,19 @@ func mediaError(b *bench) {
 	defer func() { require.NoError(b, d.Close()) }()
 	err = d.ReadAt(make([]byte, n), int64(b.rig.BadLBA)<<b.ns.LBAShift)
 	require.ErrorIs(b, err, nvme.UnrecoveredRead)
+	if b.rig.WornLBA == 0 {
+		return
+	}
+	fill(b.buf.Bytes[:4096], 21)
+	for range 2 {
+		b.refused(b.byPRP(b.rw(true, b.rig.WornLBA, n), 0, n), nvme.WriteFault)
+		b.write(b.block(0), 0, 4096)
+	}
+	err = d.WriteAt(make([]byte, n), int64(b.rig.WornLBA)<<b.ns.LBAShift)
+	require.ErrorIs(b, err, nvme.WriteFault)
+	require.NoError(b, d.Flush(), "what was written is safe")
+	b.read(b.block(0), 8192, 4096)
+	require.True(b, b.same(0, 8192, 4096))
 }
 
 // discardRanges: many ranges go in few commands, and what lies between them is what it was.

@@ -25,6 +25,8 @@ type Rig struct {
 	Remove func()
 	// BadLBA is a block whose reads fail, and BadBlocks how many there are from there on; 0 are none.
 	BadLBA, BadBlocks uint64
+	// WornLBA is a block, behind those, whose writes fail; 0 is none.
+	WornLBA uint64
 }
 
 // Run runs the suite.

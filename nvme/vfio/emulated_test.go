@@ -14,7 +14,10 @@ import (
 	"tuttifs/nvme/vfio"
 )
 
-const testBytes = 32 << 20
+const (
+	testBytes = 32 << 20
+	wornLBA   = 50_000 // of 512 bytes: where writes fail if there is a bad block too
+)
 
 func memoryDrive(t *testing.T) drive.Drive {
 	t.Helper()
@@ -66,6 +69,8 @@ func (w *world) fault(e *nvme.SQE) *emu.Fault {
 		return &emu.Fault{Hold: func() bool { return !w.hold.Load() }}
 	case w.bad != 0 && e.Opcode == nvme.IORead && e.LBA() <= w.bad && w.bad < e.LBA()+uint64(e.Blocks()):
 		return &emu.Fault{Status: uint16(nvme.UnrecoveredRead)}
+	case w.bad != 0 && e.Opcode == nvme.IOWrite && e.LBA() <= wornLBA && wornLBA < e.LBA()+uint64(e.Blocks()):
+		return &emu.Fault{Status: uint16(nvme.WriteFault)}
 	}
 	return nil
 }
@@ -80,7 +85,7 @@ func (w *world) rig() nvmetest.Rig {
 		Remove: func() { w.now.Remove() },
 	}
 	if w.bad != 0 {
-		r.BadLBA, r.BadBlocks = w.bad, 1
+		r.BadLBA, r.BadBlocks, r.WornLBA = w.bad, 1, wornLBA
 	}
 	return r
 }

@@ -15,8 +15,8 @@ import (
 )
 
 // TestHardware is the conformance suite on controllers of the machine, through VFIO. TUTTIFS_NVME names them, and gives
-// everything on them away: addresses, separated by commas, each perhaps with a namespace (/2) and with blocks that
-// cannot be read (@FIRST+COUNT). With TUTTIFS_NVME_REMOVE, a shell command that takes the last one away by surprise,
+// everything on them away: addresses, separated by commas, each perhaps with a namespace (/2), with blocks that cannot
+// be read (@FIRST+COUNT), and one behind them that cannot be written (!BLOCK). With TUTTIFS_NVME_REMOVE, a shell command that takes the last one away by surprise,
 // that is tested last.
 func TestHardware(t *testing.T) {
 	names := os.Getenv("TUTTIFS_NVME")
@@ -28,6 +28,11 @@ func TestHardware(t *testing.T) {
 	for i, name := range list {
 		t.Run(name, func(t *testing.T) {
 			var r nvmetest.Rig
+			name, worn, found := strings.Cut(name, "!")
+			if found {
+				_, err := fmt.Sscanf(worn, "%d", &r.WornLBA)
+				require.NoError(t, err, "%q is not a block", worn)
+			}
 			name, bad, found := strings.Cut(name, "@")
 			if found {
 				_, err := fmt.Sscanf(bad, "%d+%d", &r.BadLBA, &r.BadBlocks)
