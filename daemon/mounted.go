@@ -124,20 +124,15 @@ func (m *mountedDrive) Discard(off, n int64) error {
 	return err
 }
 
-// DiscardRanges asks for a turn for every command, which reads need not wait long for.
+func (m *mountedDrive) DiscardMost() int { return drive.DiscardMost(m.Drive) }
+
+// DiscardRanges asks for the phase once. Of up to DiscardMost ranges that is for a command, for which reads need not
+// wait long.
 func (m *mountedDrive) DiscardRanges(ranges []drive.Range) (commands int, err error) {
-	each := 1
-	if m.Kind() == drive.NVMe {
-		each = drive.DiscardRangesMax
-	}
-	for len(ranges) > 0 && err == nil {
-		k, n := min(each, len(ranges)), 0
-		err = m.during(phase.Data, phase.Write, 0, func() (err error) {
-			n, err = drive.DiscardRanges(m.Drive, ranges[:k])
-			return err
-		})
-		ranges, commands = ranges[k:], commands+n
-	}
+	err = m.during(phase.Data, phase.Write, 0, func() (err error) {
+		commands, err = drive.DiscardRanges(m.Drive, ranges)
+		return err
+	})
 	return commands, err
 }
 

@@ -19,9 +19,9 @@ const (
 	shareIdle = 2
 	// sharePassed is how many times as long as it held others up a member is passed by.
 	sharePassed = 24
-	// shareUnused is for how long a direction is the member's in which it begins nothing though it wants to: an engine that
-	// runs begins within a fraction of that. Then its wish counts for nothing for as long, and for twice as long each
-	// time again, up to shareIgnored: one that was stopped with its wish raised must not keep others out.
+	// shareUnused is for how long a direction is the member's in which it begins nothing though it wants to: one that runs
+	// begins within a fraction of that. Then its wish counts for nothing for as long, and for twice as long each time
+	// again, up to shareIgnored: an engine that was stopped with its wish raised must not keep others out.
 	shareUnused  = 5 * time.Millisecond
 	shareIgnored = sharePassed * shareUnused
 )

@@ -211,8 +211,8 @@ func TestSharesKeepToPhases(t *testing.T) {
 	}
 }
 
-// TestShareThatIsNotUsed: an engine that wants to begin and does not, as one that was stopped meanwhile, takes little of
-// the others' time, and is given the drive when it goes on.
+// TestShareThatIsNotUsed: an engine that wants to begin and does not, as one that was stopped meanwhile, takes little
+// of the others' time, and is given the drive when it goes on.
 func TestShareThatIsNotUsed(t *testing.T) {
 	for d, name := range []string{"reads", "writes"} {
 		t.Run(name, func(t *testing.T) {
@@ -225,11 +225,11 @@ func TestShareThatIsNotUsed(t *testing.T) {
 				if frozen {
 					words.Wanted[d] = 1
 				}
-				w.run(5*time.Second, lane.step, poller.step)
+				w.run(2*time.Second, lane.step, poller.step)
 				n := min(lane.chunks, poller.chunks)
 				if frozen {
 					thawed := &shareLane{w: w, words: words, write: d == int(phase.Write), wanted: true}
-					w.run(time.Second, lane.step, poller.step, thawed.step)
+					w.run(500*time.Millisecond, lane.step, poller.step, thawed.step)
 					require.Greater(t, thawed.chunks, 10)
 				}
 				require.Zero(t, w.passed)

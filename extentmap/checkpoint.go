@@ -684,7 +684,9 @@ func (v *Volume) freeLimbo(rows []*row) {
 		p := r.pool
 		var late lateDiscards
 		for i, d := range r.drives {
-			late = append(late, v.discards.discard(v.member(d), []drive.Range{rangeOf(r.units[i], p.entryUnits)})...)
+			ranges := []drive.Range{rangeOf(r.units[i], p.entryUnits)}
+			gaveUp, _ := v.discards.discard(v.member(d), ranges, v.discards.stopping)
+			late = append(late, gaveUp...)
 		}
 		late.then(func() {
 			v.mu.Lock()

@@ -15,7 +15,8 @@ const (
 	// discardQueueMax bounds the slots that wait for their discard. Discards are advice to the drive: beyond the bound
 	// slots are handed out again without.
 	discardQueueMax = 1 << 14
-	// discardGather is how long freed slots wait for others to go with them, and discardSlots how many are enough.
+	// discardGather is how long freed slots wait for others to go with them, and discardSlots how many are enough, and go
+	// together.
 	discardGather = 200 * time.Millisecond
 	discardSlots  = 256
 	// discardUnits bounds what one command is about, so that none keeps a drive for long.
@@ -26,7 +27,8 @@ const (
 // are joined, and many ranges a command where the drive takes that. A slot comes here when its freeing is durable, and
 // with that no lease on it is left; it is allocatable only when the discard has ended, so that a late one never meets
 // new bytes. Whoever needs slots at once is given those that still wait, without: they are written anew, which tells
-// the drive as much. A crash loses what was waiting; nothing depends on it.
+// the drive as much. Where none wait, those that are being discarded end with the command that is under way. A crash
+// loses what was waiting; nothing depends on it.
 type discarder struct {
 	v      *Volume
 	on     [ondisk.MaxDrives]bool
@@ -38,7 +40,9 @@ type discarder struct {
 	due    bool // what waits has waited long enough
 	timing bool
 	stop   bool
-	flying int // slots in commands, or past commands that were given up
+	hurry  bool      // somebody needs the slots that fly
+	round  []pending // what was taken last
+	flying int       // slots in commands, or past commands that were given up
 	counts [ondisk.MaxDrives]DiscardCounts
 	spared uint64
 }
@@ -115,7 +119,8 @@ func (d *discarder) ring() {
 	d.cond.Signal()
 }
 
-// give frees the slots of a pool that still wait, and reports whether there were any.
+// give frees the slots of a pool that still wait, and reports whether there were any; if not, those that fly are to be
+// free soon.
 func (d *discarder) give(p *Pool) bool {
 	d.mu.Lock()
 	var slots []uint32
@@ -127,6 +132,8 @@ func (d *discarder) give(p *Pool) bool {
 	})
 	d.n -= len(slots)
 	d.spare(len(slots))
+	d.hurry = d.hurry ||
+		len(slots) == 0 && slices.ContainsFunc(d.round, func(w pending) bool { return w.pool == p })
 	d.mu.Unlock()
 	p.releaseFreed(slots)
 	return len(slots) > 0
@@ -139,9 +146,7 @@ func (d *discarder) run() {
 		for !d.stop && (len(d.wait) == 0 || !d.due) {
 			d.cond.Wait()
 		}
-		work, n := d.wait, d.n
-		d.wait, d.n, d.due = nil, 0, false
-		d.flying += n
+		work, n := d.take()
 		stop := d.stop
 		if stop {
 			d.spare(n)
@@ -153,6 +158,19 @@ func (d *discarder) run() {
 		}
 		d.discardSlots(work, n)
 	}
+}
+
+// take is what goes next: all if the end has come, else not many more than discardSlots. The caller holds the lock.
+func (d *discarder) take() (work []pending, n int) {
+	k := 0
+	for ; k < len(d.wait) && (d.stop || n < discardSlots); k++ {
+		n += len(d.wait[k].slots)
+	}
+	work, d.wait = d.wait[:k:k], d.wait[k:]
+	d.n -= n
+	d.flying += n
+	d.due, d.hurry, d.round = len(d.wait) > 0, false, work
+	return work, n
 }
 
 // release makes slots allocatable.
@@ -189,8 +207,15 @@ func (d *discarder) discardSlots(work []pending, n int) {
 		}
 	}
 	var late lateDiscards
+	left := 0
 	for index, list := range ranges {
-		late = append(late, d.discard(d.v.member(uint16(index)), mergeRanges(list))...)
+		gaveUp, rest := d.discard(d.v.member(uint16(index)), mergeRanges(list), d.ends)
+		late, left = append(late, gaveUp...), left+rest
+	}
+	if left > 0 {
+		d.mu.Lock()
+		d.spare(n) // some of them wholly, but it does not matter which
+		d.mu.Unlock()
 	}
 	late.then(func() { d.release(work, n) })
 }
@@ -237,10 +262,17 @@ func (d *discarder) asks(m *member) bool {
 	return d.on[m.index]
 }
 
-// discard tells one drive about ranges, as many at a time as a command holds. A drive that cannot is not asked again.
-func (d *discarder) discard(m *member, ranges []drive.Range) (late lateDiscards) {
-	for len(ranges) > 0 && m != nil && !m.lost() && d.asks(m) && !d.stopping() {
-		k := commandRanges(ranges)
+// discard tells one drive about ranges, as many at a time as a command holds: the bound is on one command, and on its
+// wait for the drive's phase. A drive that cannot is not asked again. left are the ranges that ends said are not worth
+// it.
+func (d *discarder) discard(
+	m *member, ranges []drive.Range, ends func() bool,
+) (late lateDiscards, left int) {
+	for len(ranges) > 0 && m != nil && !m.lost() && d.asks(m) {
+		if ends() {
+			return late, len(ranges)
+		}
+		k := commandRanges(ranges, drive.DiscardMost(m.dev))
 		some := slices.Clone(ranges[:k])
 		ranges = ranges[k:]
 		ended := make(chan struct{})
@@ -257,13 +289,20 @@ func (d *discarder) discard(m *member, ranges []drive.Range) (late lateDiscards)
 			m.writeErrors.Add(1)
 		}
 	}
-	return late
+	return late, 0
 }
 
 func (d *discarder) stopping() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.stop
+}
+
+// ends says that what flies is to be free without further commands.
+func (d *discarder) ends() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.stop || d.hurry
 }
 
 // count notes what came of a command, or of several where the drive takes one range each.
@@ -285,10 +324,10 @@ func (d *discarder) count(m *member, commands int, ranges []drive.Range, err err
 	}
 }
 
-// commandRanges is how many ranges one command is about.
-func commandRanges(ranges []drive.Range) (k int) {
+// commandRanges is how many ranges one command is about, of a drive that takes so many at most.
+func commandRanges(ranges []drive.Range, most int) (k int) {
 	bytes := int64(0)
-	for k < min(len(ranges), drive.DiscardRangesMax) && (k == 0 || bytes+ranges[k].N <= discardUnits*ondisk.BlockBytes) {
+	for k < min(len(ranges), most) && (k == 0 || bytes+ranges[k].N <= discardUnits*ondisk.BlockBytes) {
 		bytes += ranges[k].N
 		k++
 	}

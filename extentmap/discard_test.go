@@ -18,6 +18,8 @@ type batching struct {
 	commands, ranges *atomic.Int64
 }
 
+func (batching) DiscardMost() int { return drive.DiscardRangesMax }
+
 func (b batching) DiscardRanges(list []drive.Range) (int, error) {
 	b.commands.Add(1)
 	b.ranges.Add(int64(len(list)))
@@ -127,6 +129,63 @@ func TestDiscardsAreSpared(t *testing.T) {
 	require.False(t, p.Hurry(), "nothing waits")
 	require.NoError(t, v.Close())
 	require.Zero(t, told.Load())
+}
+
+// sparseSlots are n slots that are no neighbours, from first on.
+func sparseSlots(first, n uint32) (slots []uint32) {
+	for i := range n {
+		slots = append(slots, first+2*i)
+	}
+	return slots
+}
+
+// TestDiscardsAreBoundedOneByOne: a drive that takes one range a command has its time for each of them.
+func TestDiscardsAreBoundedOneByOne(t *testing.T) {
+	const each, slots = 50 * time.Millisecond, 10
+	var told atomic.Int64
+	set, v, p := discardWorld(t, extentmap.Options{DriveTimeout: each * slots},
+		func(d drive.Drive) drive.Drive { return d })
+	set.FailWith(func(op maptest.Op) error {
+		if op.Kind == maptest.Discard {
+			told.Add(1)
+			time.Sleep(each)
+		}
+		return nil
+	})
+	freeSlots(t, v, p, sparseSlots(0, slots)...)
+	awaitFree(t, p, slots)
+	require.Greater(t, told.Load(), int64(2*slots), "in all they take longer than a command may")
+	for _, d := range v.Info().Drives {
+		require.Zero(t, d.Timeouts)
+		require.Zero(t, d.WriteErrors)
+	}
+}
+
+// TestDiscardsEndWhereSlotsAreNeeded: where all freed slots are being discarded, who needs some waits for the command
+// that is under way and not for the others.
+func TestDiscardsEndWhereSlotsAreNeeded(t *testing.T) {
+	var told atomic.Int64
+	set, v, p := discardWorld(t, extentmap.Options{}, func(d drive.Drive) drive.Drive { return d })
+	begun, gate := make(chan struct{}, 1), make(chan struct{})
+	set.FailWith(func(op maptest.Op) error {
+		if op.Kind == maptest.Discard && told.Add(1) == 1 {
+			begun <- struct{}{}
+			<-gate
+		}
+		return nil
+	})
+	slots := sparseSlots(1, 12)
+	freeSlots(t, v, p, slots...)
+	<-begun
+	for p.Hurry() { // those that came after it
+	}
+	free, freeing, _ := p.Counts()
+	require.Positive(t, freeing)
+	require.EqualValues(t, len(slots), free+freeing)
+	close(gate)
+	awaitFree(t, p, uint32(len(slots)))
+	require.EqualValues(t, 1, told.Load())
+	require.EqualValues(t, len(slots), v.Info().DiscardsSpared)
 }
 
 // TestLateDiscards: a drive that does not answer keeps the slots it was told about: nobody gets them while it might

@@ -282,6 +282,9 @@ func (d *Drive) Discard(off, n int64) error {
 	return err
 }
 
+// DiscardMost is how many ranges one command may be about.
+func (d *Drive) DiscardMost() int { return nvme.DSMRangesMax }
+
 // DiscardRanges deallocates the whole blocks inside the ranges, as many ranges a command as it holds.
 func (d *Drive) DiscardRanges(ranges []drive.Range) (commands int, err error) {
 	for _, r := range ranges {
