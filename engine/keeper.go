@@ -37,11 +37,11 @@ type keeper struct {
 
 	mu     sync.Mutex
 	index  *wear.Kept[*kept]
-	pins   map[uint64]*keptPin // by request
-	stores map[uint64][]*block // by reservation
-	made   uint64              // blocks, ever
-	queue  []*block            // that are to be copied to the drives
-	wake   chan struct{}       // has one when the queue is not empty
+	pins   map[uint64]*keptPin   // by request
+	stores map[uint64]*keptStore // by reservation
+	made   uint64                // blocks, ever
+	queue  []*block              // that are to be copied to the drives
+	wake   chan struct{}         // has one when the queue is not empty
 	stats  KeepStats
 
 	staging []byte // the copies'
@@ -56,9 +56,28 @@ type kept struct {
 	item       Item
 	generation uint64
 	seed       checksum.Seed
-	ranks      []uint16 // that are committed
-	ready      bool     // all are
-	queued     bool     // it is to be copied to the drives, or is being
+	ready      bool // all ranks are committed
+	queued     bool // it is to be copied to the drives, or is being
+}
+
+// keptStore is what a reservation was answered. Who joins it is answered the same, so that a block of it is written by
+// all ranks or by none.
+type keptStore struct {
+	tenant uint32
+	keys   []Key
+	grants []Grant  // of those that the mount declined, by number
+	blocks []*block // that are new here
+	ranks  []uint16 // that are committed
+}
+
+// same says whether items are those that were reserved; a part of a reservation may have failed, or come later.
+func (s *keptStore) same(tenant uint32, items []Item) bool {
+	for i := range min(len(items), len(s.keys)) {
+		if items[i].Key != s.keys[i] {
+			return false
+		}
+	}
+	return tenant == s.tenant
 }
 
 // keptPin is what a request was answered: so many keys from the drives, and the blocks behind them from here.
@@ -116,7 +135,7 @@ func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (*keeper,
 	k := &keeper{
 		pool: p, ring: ring, layout: l, memory: m.drive.Bytes()[from : from+n : from+n],
 		first: uint64(from) / stripe.UnitBytes, perRow: perRow, index: wear.NewKept[*kept](uint32(slots)),
-		pins: map[uint64]*keptPin{}, stores: map[uint64][]*block{}, wake: make(chan struct{}, 1),
+		pins: map[uint64]*keptPin{}, stores: map[uint64]*keptStore{}, wake: make(chan struct{}, 1),
 		stop: make(chan struct{}), ended: make(chan struct{}),
 	}
 	k.stats.Slots, k.stats.SlotBytes = slots, l.SlotUnits()*stripe.UnitBytes
@@ -189,8 +208,8 @@ func (k *keeper) present(tenant uint32, keys []Key, present []bool) {
 	}
 }
 
-// onDrives is how many of a request's keys the drives are to be asked for: as many as they had when it was pinned, since
-// what is copied to them meanwhile does not change the answer; all where that was not.
+// onDrives is how many of a request's keys the drives are to be asked for: as many as they had when it was pinned,
+// since what is copied to them meanwhile does not change the answer; all where that was not.
 func (k *keeper) onDrives(tenant uint32, request uint64, keys []Key) (int, error) {
 	if k == nil {
 		return len(keys), nil
@@ -286,44 +305,66 @@ func (k *keeper) release(request uint64) (alone bool) {
 }
 
 // reserve gives those of a reservation's items that were declined slots in the memory, as long as there are any; others
-// stay declined. What is there already is not written again.
+// stay declined. What is there already is not written again. Who joins is answered as the first was; what there is more
+// of stays declined.
 func (k *keeper) reserve(tenant uint32, reserve uint64, items []Item, grants []Grant) {
 	if k == nil {
 		return
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	s := k.stores[reserve]
+	if s != nil && !s.same(tenant, items) { // the mount's has ended, and the id is another one's now
+		k.giveUp(reserve)
+		s = nil
+	}
+	if s != nil {
+		for i := range min(len(items), len(s.grants)) {
+			if grants[i].Status == ioctl.GrantDeclined {
+				grants[i] = s.grants[i]
+			}
+		}
+		return
+	}
+	s = &keptStore{tenant: tenant, keys: make([]Key, len(items)), grants: make([]Grant, len(items))}
+	declined := false
 	for i := range items {
-		key := wear.KeptKey{Tenant: tenant, Key: items[i].Key}
-		b := k.index.Find(key)
+		s.keys[i] = items[i].Key
+		b := k.index.Find(wear.KeptKey{Tenant: tenant, Key: items[i].Key})
 		switch {
+		case grants[i].Status == ioctl.GrantDeclined:
+			declined = true
+			k.answer(s, &items[i], b, &grants[i])
+			s.grants[i] = grants[i]
 		case grants[i].Status == ioctl.GrantNew && b != nil && b.Value.ready:
 			k.index.Drop(b) // the drives will have it
-			continue
-		case grants[i].Status != ioctl.GrantDeclined:
-			continue
-		case b != nil && b.Value.ready:
-			k.index.Use(b)
-			grants[i] = k.grant(b, ioctl.GrantExists)
-			continue
-		case b != nil: // it is being written
-			if at := slices.Index(k.stores[reserve], b); at >= 0 {
-				grants[i] = k.grant(b, ioctl.GrantNew) // the same reservation, again
-			}
-			continue
 		}
-		k.stats.Declined++
-		if b = k.index.Put(key, nil); b == nil {
-			continue
-		}
-		k.made++
-		b.Value = &kept{item: items[i], generation: k.made}
-		copy(b.Value.seed[:], k.nonce[:])
-		binary.LittleEndian.PutUint64(b.Value.seed[8:], k.made)
-		k.index.Hold(b)
-		k.stores[reserve] = append(k.stores[reserve], b)
-		grants[i] = k.grant(b, ioctl.GrantNew)
 	}
+	if declined {
+		k.stores[reserve] = s
+	}
+}
+
+// answer changes the grant of an item that was declined, of which there may be a block. mu is held.
+func (k *keeper) answer(s *keptStore, item *Item, b *block, g *Grant) {
+	if b != nil {
+		if b.Value.ready {
+			k.index.Use(b)
+			*g = k.grant(b, ioctl.GrantExists)
+		}
+		return // else another reservation writes it
+	}
+	k.stats.Declined++
+	if b = k.index.Put(wear.KeptKey{Tenant: s.tenant, Key: item.Key}, nil); b == nil {
+		return
+	}
+	k.made++
+	b.Value = &kept{item: *item, generation: k.made}
+	copy(b.Value.seed[:], k.nonce[:])
+	binary.LittleEndian.PutUint64(b.Value.seed[8:], k.made)
+	k.index.Hold(b)
+	s.blocks = append(s.blocks, b)
+	*g = k.grant(b, ioctl.GrantNew)
 }
 
 // commit says that ranks of a reservation's blocks were written. When all are, the blocks are there.
@@ -333,22 +374,23 @@ func (k *keeper) commit(reserve uint64, ranks []uint16) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	whole := false
-	for _, b := range k.stores[reserve] {
-		v := b.Value
-		for _, rank := range ranks {
-			if int(rank) < k.layout.Ranks() && !slices.Contains(v.ranks, rank) {
-				v.ranks = append(v.ranks, rank)
-			}
-		}
-		if whole = len(v.ranks) == k.layout.Ranks(); whole {
-			v.ready, v.ranks = true, nil
-			k.stats.Kept++
-			k.index.Release(b)
+	s := k.stores[reserve]
+	if s == nil {
+		return
+	}
+	for _, rank := range ranks {
+		if int(rank) < k.layout.Ranks() && !slices.Contains(s.ranks, rank) {
+			s.ranks = append(s.ranks, rank)
 		}
 	}
-	if whole {
-		delete(k.stores, reserve)
+	if len(s.ranks) < k.layout.Ranks() {
+		return
+	}
+	delete(k.stores, reserve)
+	for _, b := range s.blocks {
+		b.Value.ready = true
+		k.stats.Kept++
+		k.index.Release(b)
 	}
 }
 
@@ -359,7 +401,16 @@ func (k *keeper) abort(reserve uint64) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	for _, b := range k.stores[reserve] {
+	k.giveUp(reserve)
+}
+
+// giveUp is abort. mu is held.
+func (k *keeper) giveUp(reserve uint64) {
+	s := k.stores[reserve]
+	if s == nil {
+		return
+	}
+	for _, b := range s.blocks {
 		k.index.Drop(b)
 		k.index.Release(b)
 	}

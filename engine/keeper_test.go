@@ -142,3 +142,43 @@ func TestReleaseOfWholeBatches(t *testing.T) {
 	require.NoError(t, p.Release(1))
 	require.Empty(t, f.pins)
 }
+
+// Who joins a reservation is answered as the first was, also where places have become free since, so that no block has
+// one rank without the others.
+func TestKeptJoin(t *testing.T) {
+	k := newKeeping(t, 2)
+	all := keys(5)
+	k.reserved(1, all[:1]) // has a place
+	first := k.reserved(2, all[1:3])
+	require.Equal(t, []uint8{ioctl.GrantNew, ioctl.GrantDeclined}, []uint8{first[0].Status, first[1].Status})
+	require.NoError(t, k.CommitRanks(2, 0))
+	require.NoError(t, k.Abort(1))
+	declined := k.KeepStats().Declined
+	again := k.reserved(2, all[1:4])
+	require.Equal(t, first[0], again[0])
+	require.EqualValues(t, ioctl.GrantDeclined, again[1].Status, "the first rank did not write it")
+	require.EqualValues(t, ioctl.GrantDeclined, again[2].Status, "the first rank did not have it")
+	require.Equal(t, declined, k.KeepStats().Declined, "counted once")
+	require.NoError(t, k.CommitRanks(2, 1))
+	require.Empty(t, k.keeper.stores)
+	require.EqualValues(t, 1, k.KeepStats().Kept)
+
+	// What is committed twice is not released twice: a pin protects its place.
+	k.keeper.commit(2, []uint16{0, 1})
+	pinned := k.pinned(1, all[1:2])
+	require.Len(t, pinned, 1)
+	third := k.reserved(3, all[2:4])
+	require.Equal(t, []uint8{ioctl.GrantNew, ioctl.GrantDeclined}, []uint8{third[0].Status, third[1].Status})
+	require.NotEqual(t, pinned[0].Slot, third[0].Slot)
+
+	// An id that is another reservation's now has the answers of that.
+	fourth := k.reserved(3, all[3:5])
+	require.EqualValues(t, ioctl.GrantNew, fourth[0].Status)
+	require.NotEqual(t, third[0].Generation, fourth[0].Generation)
+	require.NoError(t, k.CommitRanks(3, 0, 1))
+	require.EqualValues(t, 2, k.KeepStats().Blocks)
+	n, err := k.Peek(0, all[3:4])
+	require.NoError(t, err)
+	require.Equal(t, 1, n)
+	require.EqualValues(t, 2, k.KeepStats().Kept)
+}
