@@ -4,6 +4,7 @@ import os
 import sys
 import time
 import unittest
+import unittest.mock
 from types import SimpleNamespace
 from typing import Any, List
 
@@ -43,7 +44,7 @@ class Tier(unittest.TestCase):
 
     def tier(self, memory: np.ndarray, **more: Any) -> Any:
         config = {"type": "TuttifsTier", "module_path": "tuttifs.vllm.tier", "path": self.volume.path,
-                  "revision": self.id(),
+                  "revision": self.id(), "dtype": "bfloat16",
                   "quantisation": "none", "scale_format": "none", "retry_seconds": 0.05, **more}
         described = config.pop("spec", spec())
         tier = SecondaryTierFactory.create_secondary_tier(config, memoryview(memory), described)
@@ -120,9 +121,44 @@ class Tier(unittest.TestCase):
 
     def test_refused(self) -> None:
         memory = np.zeros((CHUNKS, BYTES), np.uint8)
-        for more in ({"revision": ""}, {"quantisation": "auto"}, {"scale_format": "unknown"}):
+        for more in ({"revision": ""}, {"dtype": "auto"}, {"quantisation": "auto"}, {"scale_format": "unknown"}):
             with self.assertRaises(tuttifs.IdentityError):
                 self.tier(memory, **more)
+
+    def test_what_is_kept_apart(self) -> None:
+        memory = np.zeros((CHUNKS, BYTES), np.uint8)
+        key = make_offload_key(b"k" * 32, 0)
+        tier = self.tier(memory)
+        tier.submit_store(self.job(1, [key], [0], False))
+        self.assertTrue(self.done(tier).success)
+        self.assertEqual(self.look(self.tier(memory), [key], "same"), [LookupResult.HIT])
+        for n, more in enumerate(({"dtype": "float16"}, {"computed": "rope"}, {"weights_epoch": 1}, {"revision": "s"},
+                                  {"quantisation": "fp8"}, {"scale_format": "tensor"},
+                                  {"spec": spec(model=offload.OffloadingModelConfig("m", "float8"))})):
+            self.assertEqual(self.look(self.tier(memory, **more), [key], f"{n}"), [LookupResult.MISS], more)
+        with unittest.mock.patch("vllm.__version__", "0.31.0"):
+            self.assertEqual(self.look(self.tier(memory), [key], "older"), [LookupResult.MISS])
+
+    def test_reset_ends_it(self) -> None:
+        """The weights may be others then."""
+        memory = np.full((CHUNKS, BYTES), 7, np.uint8)
+        keys = [make_offload_key(bytes([70 + i]) * 32, 0) for i in range(2)]
+        for fixed in (True, False):
+            tier = self.tier(memory, fixed_weights=fixed)
+            tier.submit_store(self.job(1, keys[:1], [0], False))
+            self.assertTrue(self.done(tier).success)
+            context = ReqContext("open")
+            while tier.lookup(keys[0], context) != LookupResult.HIT:
+                tier.on_schedule_end(None)
+            tier.drain_jobs()
+            self.assertEqual(tier.lookup(keys[0], context), LookupResult.HIT if fixed else LookupResult.MISS)
+            self.assertEqual(self.look(tier, keys[:1], "new"), [LookupResult.HIT if fixed else LookupResult.MISS])
+            memory[5] = 0
+            tier.submit_load(self.job(2, keys[:1], [5], True))
+            self.assertEqual((self.done(tier).success, bool(memory[5].all())), (fixed, fixed))
+        tier.submit_store(self.job(3, keys[1:], [0], False))
+        self.assertFalse(self.done(tier).success)
+        self.assertEqual(self.look(self.tier(memory), keys, "other"), [LookupResult.HIT, LookupResult.MISS])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ..errors import IdentityError, InvalidError
 from .files import Group, choose_file_tokens
-from .identity import GroupFacts, digest, facts_of, group_of, identity, objects, pool_name, scale_format
+from .identity import GroupFacts, digest, facts_of, group_of, identity, objects, pool_name, scale_format, version
 from .messages import PoolSpec, Report, Step
 from .metrics import COUNTS
 from .options import Options
@@ -29,7 +29,7 @@ from .worker import Caches, Rank, Worker, blocks_first, check_staging
 
 log = logging.getLogger("tuttifs.vllm")
 
-VERSION = "vLLM " + ".".join(vllm.__version__.split(".")[:2])
+VERSION = version(vllm.__version__)
 WHERE = {"medium": MEDIUM_STORAGE, "ownership": "tuttifs"}  # of KV events
 
 

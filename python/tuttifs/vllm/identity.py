@@ -56,6 +56,11 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
+def version(vllm: str) -> str:
+    """vLLM's, as far as what it stores may differ."""
+    return "vLLM " + ".".join(vllm.split(".")[:2])
+
+
 def identity(facts: Facts, g: GroupFacts) -> Dict[str, Any]:
     """The identity of one group's pool. `IdentityError` names all that is not known."""
     texts = {"model": facts.model, "revision": facts.revision, "model_dtype": facts.model_dtype,

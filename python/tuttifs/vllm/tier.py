@@ -3,9 +3,10 @@ has no way to the device.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec",
         "cpu_bytes_to_use": 10737418240, "secondary_tiers": [{"type": "TuttifsTier", "module_path": "tuttifs.vllm.tier",
-        "path": "/mnt/kv", "revision": "...", "quantisation": "none", "scale_format": "none"}]}
+        "path": "/mnt/kv", "revision": "...", "dtype": "bfloat16", "quantisation": "none", "scale_format": "none"}]}
 
-vLLM's keys are used: its `prefix_caching_hash_algo` must be sha256 or sha256_cbor.
+vLLM's keys are used: its `prefix_caching_hash_algo` must be sha256 or sha256_cbor. Of an adapter they hold the name
+and the path only.
 """
 # mypy: disable-error-code="import-not-found, misc, no-any-return, untyped-decorator"
 
@@ -19,6 +20,7 @@ import threading
 import time
 from typing import Any, ClassVar, Deque, Dict, Iterable, List, Optional, Sequence
 
+import vllm
 from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadingEvent, RequestOffloadingContext
 from vllm.v1.kv_offload.tiering.async_lookup import AsyncLookupManager
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -28,19 +30,19 @@ from ..errors import AgainError, Error, IdentityError, NoSpaceError, QuotaError
 from ..layout import Object
 from .attachment import GONE, Attachment, Mounted
 from .files import pieces
-from .identity import digest, pool_name
+from .identity import digest, pool_name, version
 
 log = logging.getLogger("tuttifs.vllm")
 
 HEAR_SECONDS = 0.2  # between looks for what has been evicted
 
 
-def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, quantisation: str,
-             scale_format: str) -> Dict[str, Any]:
+def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, dtype: str, quantisation: str,
+             scale_format: str, computed: str) -> Dict[str, Any]:
     """What vLLM tells an offloading tier about itself, and what it does not, which the user says."""
-    texts = {"model": config.model.name, "revision": revision, "dtype": config.model.dtype,
-             "quantisation": quantisation,
-             "scale_format": scale_format}
+    cache = config.model.dtype  # and not the one in which the model computes
+    texts = {"model": config.model.name, "revision": revision, "dtype": dtype, "the cache's dtype": cache,
+             "quantisation": quantisation, "scale_format": scale_format}
     unknown = [n for n, v in texts.items() if str(v).strip().lower() in ("", "auto", "unknown", "none")
                and not (n in ("quantisation", "scale_format") and v == "none")]
     if unknown:
@@ -48,8 +50,10 @@ def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, q
     p = config.parallel
     groups = [[g.tokens_per_block, g.layer_names, g.group_id] for g in config.groups]
     tokens = config.groups[0].tokens_per_block
-    return {**{n: str(v) for n, v in texts.items()}, "weights_epoch": weights_epoch, "page_bytes": chunk_bytes,
-            "layout": f"{config.kv_cache_layout}, canonical {config.canonical_layout}, replicated "
+    return {"model": str(config.model.name), "revision": f"{revision}, computed {digest(computed)}",
+            "weights_epoch": weights_epoch, "dtype": f"{dtype}, cache {cache}", "quantisation": quantisation,
+            "scale_format": scale_format, "page_bytes": chunk_bytes,
+            "layout": f"{version(vllm.__version__)}, {config.kv_cache_layout}, canonical {config.canonical_layout}, replicated "
                       f"{config.replicated_layout}",
             "block_tokens": tokens, "file_tokens": tokens * config.cache.blocks_per_chunk, "tp": p.tp_size,
             "pp": p.pp_size, "cp": p.pcp_size * p.dcp_size,
@@ -88,11 +92,12 @@ class TuttifsTier(SecondaryTierManager):
     medium: ClassVar[Medium] = Medium.STORAGE
 
     def __init__(self, offloading_spec: Any, primary_kv_view: memoryview, tier_type: str, path: str, revision: str,
-                 quantisation: str, scale_format: str, weights_epoch: int = 0, retry_seconds: float = 5.0,
-                 backpressure_detector: Any = None) -> None:
+                 dtype: str, quantisation: str, scale_format: str, computed: str = "", weights_epoch: int = 0,
+                 fixed_weights: bool = False, retry_seconds: float = 5.0, backpressure_detector: Any = None) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
-        fields = identity(offloading_spec.config, self.block_size_bytes, revision, weights_epoch, quantisation,
-                          scale_format)
+        fields = identity(offloading_spec.config, self.block_size_bytes, revision, weights_epoch, dtype, quantisation,
+                          scale_format, computed)
+        self._fixed_weights, self._stopped = fixed_weights, False
         sizes = pieces(self.block_size_bytes)
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         view = primary_kv_view.cast("B")
@@ -119,6 +124,8 @@ class TuttifsTier(SecondaryTierManager):
         self._lookups.flush()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
+        if self._stopped:
+            return LookupResult.MISS
         found = self._lookups.lookup(key, req_context)
         return LookupResult.RETRY if found is None else LookupResult.HIT if found else LookupResult.MISS
 
@@ -145,7 +152,7 @@ class TuttifsTier(SecondaryTierManager):
     def _run(self, job: TransferJob, work: Any) -> None:
         begun = time.monotonic()
         keys, done = list(job.keys), 0
-        end = self._attachment.get()
+        end = None if self._stopped else self._attachment.get()
         good: List[Any] = []
         try:
             if end is not None:
@@ -239,7 +246,14 @@ class TuttifsTier(SecondaryTierManager):
             yield self._events.popleft()
 
     def drain_jobs(self) -> None:
+        """vLLM forgets its cache, as where it sleeps. Unless the user says otherwise the weights may be others from now
+        on: nothing that is stored may be used, or added to."""
         concurrent.futures.wait(self._running)
+        if not self._fixed_weights and not self._stopped:
+            log.warning("tuttifs: the cache was reset, as by sleep, and the tier is not used any more: if the weights "
+                        "are others, start the engine again with another weights_epoch; if they never change, set "
+                        "fixed_weights")
+            self._stopped = True
 
     def shutdown(self) -> None:
         self._lookups.shutdown()
