@@ -113,6 +113,7 @@ machine=(
   -chardev "socket,id=monitor,path=$work/monitor" -mon chardev=monitor,mode=readline
 )
 export LD_LIBRARY_PATH="$root/usr/lib/x86_64-linux-gnu:$root/lib/x86_64-linux-gnu${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+true >"$work/console" # before the one who reads it is there
 setpriv --pdeathsig KILL "$root/usr/bin/qemu-system-x86_64" "${machine[@]}" "${blocks[@]}" "${controllers[@]}" \
   </dev/null >"$work/console" 2>"$work/errors" 9>&- &
 qemu=$!
