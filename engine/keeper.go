@@ -7,6 +7,7 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"time"
 
 	"tuttifs/checksum"
 	"tuttifs/gio"
@@ -34,11 +35,13 @@ type keeper struct {
 	rows   []gio.MapRow
 	places *gio.Map // where slots lie in the session's memory
 	nonce  [8]byte
+	now    func() time.Time
 
 	mu     sync.Mutex
 	index  *wear.Kept[*kept]
 	pins   map[uint64]*keptPin   // by request
 	stores map[uint64]*keptStore // by reservation
+	sweeps time.Time             // when it is looked next for those whose time is up
 	made   uint64                // blocks, ever
 	queue  []*block              // that are to be copied to the drives
 	wake   chan struct{}         // has one when the queue is not empty
@@ -68,6 +71,7 @@ type keptStore struct {
 	grants []Grant  // of those that the mount declined, by number
 	blocks []*block // that are new here
 	ranks  []uint16 // that are committed
+	until  time.Time
 }
 
 // same says whether items are those that were reserved; a part of a reservation may have failed, or come later.
@@ -85,6 +89,7 @@ type keptPin struct {
 	tenant   uint32
 	onDrives int
 	blocks   []*block
+	until    time.Time
 }
 
 // same says whether keys are those that were pinned.
@@ -116,6 +121,13 @@ type KeepStats struct {
 // Spared is the bytes of what was declined and not brought to the drives since.
 func (s *KeepStats) Spared() uint64 { return (s.Declined - min(s.Written, s.Declined)) * s.SlotBytes }
 
+// Leases here end as the mount's own do: a pin so long after it was made or repeated, a reservation after it was made.
+// Whoever reads or writes a place all the same is found out by its sums.
+const (
+	keptTimeout = 60 * time.Second
+	keptSweep   = time.Second // so often it is looked for them, when the memory is used
+)
+
 // keptRow is the number of the first row of the memory in a pool's map: beyond those of its drives.
 const keptRow = 1 << 16
 
@@ -136,7 +148,7 @@ func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (*keeper,
 		pool: p, ring: ring, layout: l, memory: m.drive.Bytes()[from : from+n : from+n],
 		first: uint64(from) / stripe.UnitBytes, perRow: perRow, index: wear.NewKept[*kept](uint32(slots)),
 		pins: map[uint64]*keptPin{}, stores: map[uint64]*keptStore{}, wake: make(chan struct{}, 1),
-		stop: make(chan struct{}), ended: make(chan struct{}),
+		stop: make(chan struct{}), ended: make(chan struct{}), now: time.Now,
 	}
 	k.stats.Slots, k.stats.SlotBytes = slots, l.SlotUnits()*stripe.UnitBytes
 	if _, err := rand.Read(k.nonce[:]); err != nil {
@@ -174,6 +186,24 @@ func (k *keeper) slot(place uint32) uint32 { return keptRow*k.perRow + place }
 
 // owns says whether a slot is in the memory.
 func (k *keeper) owns(slot uint32) bool { return k != nil && slot/k.perRow >= keptRow }
+
+// sweep ends pins and reservations whose time is up. mu is held.
+func (k *keeper) sweep(now time.Time) {
+	if now.Before(k.sweeps) {
+		return
+	}
+	k.sweeps = now.Add(keptSweep)
+	for request, p := range k.pins {
+		if now.After(p.until) {
+			k.unpin(request)
+		}
+	}
+	for reserve, s := range k.stores {
+		if now.After(s.until) {
+			k.giveUp(reserve)
+		}
+	}
+}
 
 // find is a block that is there. mu is held.
 func (k *keeper) find(tenant uint32, key *Key) *block {
@@ -216,6 +246,7 @@ func (k *keeper) onDrives(tenant uint32, request uint64, keys []Key) (int, error
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	k.sweep(k.now())
 	p := k.pins[request]
 	if p == nil {
 		return len(keys), nil
@@ -245,6 +276,7 @@ func (k *keeper) pin(tenant uint32, request uint64, keys []Key, grants []Grant, 
 	if p.onDrives > onDrives || !p.same(tenant, keys) {
 		return onDrives // its lease on the drives has ended, so that there is a gap
 	}
+	p.until = k.now().Add(keptTimeout)
 	for i, b := range p.blocks {
 		grants[p.onDrives+i] = k.grant(b, ioctl.GrantPinned)
 	}
@@ -293,15 +325,21 @@ func (k *keeper) release(request uint64) (alone bool) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	p := k.unpin(request)
+	return p != nil && p.onDrives == 0
+}
+
+// unpin ends a request's pins and returns them, nil where there are none. mu is held.
+func (k *keeper) unpin(request uint64) *keptPin {
 	p := k.pins[request]
 	if p == nil {
-		return false
+		return nil
 	}
 	delete(k.pins, request)
 	for _, b := range p.blocks {
 		k.index.Release(b)
 	}
-	return p.onDrives == 0
+	return p
 }
 
 // reserve gives those of a reservation's items that were declined slots in the memory, as long as there are any; others
@@ -313,6 +351,8 @@ func (k *keeper) reserve(tenant uint32, reserve uint64, items []Item, grants []G
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
+	now := k.now()
+	k.sweep(now)
 	s := k.stores[reserve]
 	if s != nil && !s.same(tenant, items) { // the mount's has ended, and the id is another one's now
 		k.giveUp(reserve)
@@ -326,7 +366,8 @@ func (k *keeper) reserve(tenant uint32, reserve uint64, items []Item, grants []G
 		}
 		return
 	}
-	s = &keptStore{tenant: tenant, keys: make([]Key, len(items)), grants: make([]Grant, len(items))}
+	s = &keptStore{tenant: tenant, keys: make([]Key, len(items)), grants: make([]Grant, len(items)),
+		until: now.Add(keptTimeout)}
 	declined := false
 	for i := range items {
 		s.keys[i] = items[i].Key

@@ -2,6 +2,7 @@ package engine
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -181,4 +182,36 @@ func TestKeptJoin(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, 1, n)
 	require.EqualValues(t, 2, k.KeepStats().Kept)
+}
+
+// Pins and reservations that nobody ends do so themselves, and their places are free then.
+func TestKeptLeasesEnd(t *testing.T) {
+	k := newKeeping(t, 2)
+	now := time.Unix(1, 0)
+	k.keeper.now = func() time.Time { return now }
+	all := keys(6)
+	k.stored(1, all[:1])
+	require.Len(t, k.pinned(1, all[:1]), 1)
+	(&keptCopier{keeper: k.keeper}).done(k.keeper.next(1)) // the copy holds it no more
+	require.EqualValues(t, ioctl.GrantNew, k.reserved(2, all[1:2])[0].Status)
+	require.EqualValues(t, ioctl.GrantDeclined, k.reserved(3, all[2:3])[0].Status)
+
+	// A pin that is repeated goes on, a reservation that is joined does not.
+	now = now.Add(keptTimeout)
+	require.Len(t, k.pinned(1, all[:1]), 1)
+	require.EqualValues(t, ioctl.GrantNew, k.reserved(2, all[1:2])[0].Status)
+	now = now.Add(keptSweep + 1)
+	got := k.reserved(4, all[3:5])
+	require.Equal(t, []uint8{ioctl.GrantNew, ioctl.GrantDeclined}, []uint8{got[0].Status, got[1].Status})
+	require.Len(t, k.keeper.stores, 1, "the others, also those without a place, have ended")
+	k.keeper.commit(2, []uint16{0, 1})
+	n, err := k.Peek(0, all[1:2])
+	require.NoError(t, err)
+	require.Zero(t, n)
+
+	now = now.Add(keptTimeout + keptSweep)
+	got = k.reserved(5, all[4:6])
+	require.Equal(t, []uint8{ioctl.GrantNew, ioctl.GrantNew}, []uint8{got[0].Status, got[1].Status})
+	require.Empty(t, k.keeper.pins)
+	require.ErrorIs(t, k.Release(1), ErrNotFound)
 }
