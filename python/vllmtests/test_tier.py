@@ -119,6 +119,23 @@ class Tier(unittest.TestCase):
         tier.drain_jobs()
         self.assertFalse(tier.has_pending_work())
 
+    def test_a_load_that_fails_is_a_miss(self) -> None:
+        """Whatever it was: vLLM would promote what a request has found again and again."""
+        memory = np.full((CHUNKS, BYTES), 7, np.uint8)
+        keys = [make_offload_key(bytes([90 + i]) * 32, 0) for i in range(2)]
+        tier, context = self.tier(memory, retry_seconds=3600), ReqContext("r")
+        tier.submit_store(self.job(1, keys, [0, 1], False))
+        self.assertTrue(self.done(tier).success)
+        while {tier.lookup(k, context) for k in keys} != {LookupResult.HIT}:
+            tier.on_schedule_end(None)
+        self.volume.kill()
+        self.addCleanup(self.volume.mount)
+        for number, key in enumerate(keys):  # the session is gone, and then known to be
+            self.assertEqual(tier.lookup(key, context), LookupResult.HIT)
+            tier.submit_load(self.job(2 + number, [key], [5], True))
+            self.assertFalse(self.done(tier).success)
+            self.assertEqual(tier.lookup(key, context), LookupResult.MISS)
+
     def test_refused(self) -> None:
         memory = np.zeros((CHUNKS, BYTES), np.uint8)
         for more in ({"revision": ""}, {"dtype": "auto"}, {"quantisation": "auto"}, {"scale_format": "unknown"}):

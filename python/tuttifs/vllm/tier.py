@@ -162,6 +162,8 @@ class TuttifsTier(SecondaryTierManager):
             self._trouble(end, e)
         except Exception:
             log.exception("tuttifs: a job of the tier failed")
+        if job.is_promotion and len(good) < len(keys):  # whatever the reason: what is found again would be tried again
+            self._missing.append(set(keys) - set(good))
         self._results.append(JobResult(job.job_id, len(good) == len(keys), tuple(good) or None,
                                        time.monotonic() - begun,
                                        done))
@@ -224,17 +226,14 @@ class TuttifsTier(SecondaryTierManager):
                 for i in failed:
                     end.pool.report_bad(leases[i])
                 good = [keys[i] for i in range(len(leases)) if i not in failed]
-        missing = set(keys) - set(good)
-        if missing:
-            self._missing.append(missing)
         return good
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        while self._missing:
-            self._lookups.mark_miss(self._missing.popleft())
         found = []
         while self._results:
             found.append(self._results.popleft())
+        while self._missing:  # of every result that was found at least
+            self._lookups.mark_miss(self._missing.popleft())
         return found
 
     def has_pending_work(self) -> bool:
