@@ -247,6 +247,38 @@ func (n *IdentifyNamespace) UnmarshalBinary(b []byte) error {
 	return nil
 }
 
+// DSMLimits are what one Dataset Management command may be about at most, as Identify Controller of the NVM command set
+// says (CNS 06h, NVM 1.0 section 4.1.5.4). 0 is no limit.
+type DSMLimits struct {
+	Ranges      uint8  // DMRL
+	RangeBlocks uint32 // DMRSL, of one range
+	Blocks      uint64 // DMSL, of all ranges
+}
+
+// Where the limits are in that structure.
+const (
+	atDMRL  = 3
+	atDMRSL = 4
+	atDMSL  = 8
+)
+
+// ParseDSMLimits takes the limits from the structure's 4096 bytes.
+func ParseDSMLimits(b []byte) (DSMLimits, error) {
+	if len(b) != IdentifyBytes {
+		return DSMLimits{}, fmt.Errorf("%w: controller of the command set: %d bytes, want %d", ErrIdentify, len(b),
+			IdentifyBytes)
+	}
+	return DSMLimits{Ranges: b[atDMRL], RangeBlocks: binary.LittleEndian.Uint32(b[atDMRSL:]),
+		Blocks: binary.LittleEndian.Uint64(b[atDMSL:])}, nil
+}
+
+// Put writes the limits into the structure, which has its 4096 bytes.
+func (l *DSMLimits) Put(b []byte) {
+	b[atDMRL] = l.Ranges
+	binary.LittleEndian.PutUint32(b[atDMRSL:], l.RangeBlocks)
+	binary.LittleEndian.PutUint64(b[atDMSL:], l.Blocks)
+}
+
 // Format is the namespace's formatted LBA format. Bits 6:5 and 3:0 of FLBAS are its index.
 func (n *IdentifyNamespace) Format() LBAFormat { return n.LBAF[n.FLBAS&0xf|n.FLBAS>>5&3<<4] }
 

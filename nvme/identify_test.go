@@ -1,6 +1,7 @@
 package nvme
 
 import (
+	"bytes"
 	"encoding/binary"
 	"testing"
 
@@ -106,5 +107,11 @@ func FuzzIdentifyPages(f *testing.F) {
 			t.Fatal("list")
 		}
 		_, _ = ParseNamespaceNames(b)
+		if l, err := ParseDSMLimits(b); err == nil {
+			again := bytes.Clone(b)
+			if l.Put(again); !bytes.Equal(again, b) {
+				t.Fatal("limits")
+			}
+		}
 	})
 }

@@ -76,6 +76,7 @@ const (
 	AttributesConflict  Status = 0x180
 	ProtectionInvalid   Status = 0x181
 	ReadOnlyRange       Status = 0x182
+	SizeLimit           Status = 0x183
 )
 
 // Media and data integrity errors (Base 2.0 figure 96, NVM 1.0 figure 9).
@@ -114,6 +115,7 @@ var statusNames = map[Status]string{
 	FeatureNotSaveable: "feature not saveable", FeatureNotChangable: "feature not changeable",
 	FeatureNotNamespace: "feature not namespace specific", AttributesConflict: "conflicting attributes",
 	ProtectionInvalid: "invalid protection information", ReadOnlyRange: "attempted write to a read-only range",
+	SizeLimit:  "command size limit exceeded",
 	WriteFault: "write fault", UnrecoveredRead: "unrecovered read error", GuardCheck: "guard check error",
 	ApplicationTag: "application tag check error", ReferenceTag: "reference tag check error",
 	CompareFailure: "compare failure", AccessDenied: "access denied",

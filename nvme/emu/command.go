@@ -205,6 +205,10 @@ func (c *command) decodeDSM() nvme.Status {
 		return nvme.InvalidField | dnr
 	}
 	n := e.CDW10&0xff + 1
+	most := &ct.cfg.DSM
+	if most.Ranges != 0 && n > uint32(most.Ranges) {
+		return nvme.SizeLimit | dnr
+	}
 	if st := c.data.parse(c.queue.dma, e, n*nvme.DSMRangeBytes, ct.cfg.SGL, false); !st.OK() {
 		return st
 	}
@@ -216,8 +220,12 @@ func (c *command) decodeDSM() nvme.Status {
 	if e.CDW11&nvme.DSMDeallocate == 0 {
 		return nvme.Success
 	}
-	for ; len(b) >= nvme.DSMRangeBytes; b = b[nvme.DSMRangeBytes:] {
+	for sum := uint64(0); len(b) >= nvme.DSMRangeBytes; b = b[nvme.DSMRangeBytes:] {
 		blocks, lba := uint64(le32(b[4:])), le64(b[8:])
+		sum += blocks
+		if most.RangeBlocks != 0 && blocks > uint64(most.RangeBlocks) || most.Blocks != 0 && sum > most.Blocks {
+			return nvme.SizeLimit | dnr
+		}
 		if blocks == 0 {
 			continue
 		}

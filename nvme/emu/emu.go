@@ -90,6 +90,8 @@ type Config struct {
 	DoorbellBuffer bool
 	// Placement models the flash below the namespace, and lets writes say what goes together; nil for neither.
 	Placement *Placement
+	// DSM limits Dataset Management commands. Zero fields do not.
+	DSM nvme.DSMLimits
 	// Phase keeps reads and writes apart. All who use the drive share it. nil lets them mix.
 	Phase *phase.Token
 }

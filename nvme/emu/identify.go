@@ -43,6 +43,7 @@ func (a *admin) identify(c *command) nvme.Status {
 		if csi != 0 {
 			return nvme.InvalidField | dnr
 		}
+		a.c.cfg.DSM.Put(a.page[:])
 	default:
 		return nvme.InvalidField | dnr
 	}

@@ -33,6 +33,7 @@ type Drive struct {
 	mem   *Buffer
 	cells chan cell
 	place placement
+	dsm   dsmLimits
 	end   func() error // gives back what the drive was opened with
 
 	life  sync.RWMutex // held shared by every access, exclusively by Close
@@ -74,7 +75,7 @@ func NewDrive(c *Controller, nsid uint32, o drive.Options) (*Drive, error) {
 	if err := d.makeCells(); err != nil {
 		return nil, errors.Join(err, d.q.Close())
 	}
-	if err := d.findPlacement(); err != nil {
+	if err := errors.Join(d.findPlacement(), d.findDSMLimits()); err != nil {
 		return nil, errors.Join(err, d.Close())
 	}
 	return d, nil
@@ -276,68 +277,11 @@ func (d *Drive) Flush() error {
 	return d.flush
 }
 
-// Discard deallocates the whole blocks inside the range.
-func (d *Drive) Discard(off, n int64) error {
-	_, err := d.DiscardRanges([]drive.Range{{Off: off, N: n}})
-	return err
-}
-
-// DiscardMost is how many ranges one command may be about.
-func (d *Drive) DiscardMost() int { return nvme.DSMRangesMax }
-
-// DiscardRanges deallocates the whole blocks inside the ranges, as many ranges a command as it holds.
-func (d *Drive) DiscardRanges(ranges []drive.Range) (commands int, err error) {
-	for _, r := range ranges {
-		if err := d.checkRange("discard", r.Off, r.N); err != nil {
-			return 0, err
-		}
-	}
-	if err := d.enter("discard", 0, 0, true); err != nil {
-		return 0, err
-	}
-	defer d.life.RUnlock()
-	if id := d.c.Identity(); id.ONCS&nvme.ONCSDSM == 0 {
-		return 0, d.errorf("discard", 0, 0, drive.ErrNotSupported)
-	}
-	var list []nvme.DSMRange
-	for _, r := range ranges {
-		for lba, blocks := d.inward(r.Off, r.N); blocks > 0; {
-			k := min(blocks, 1<<31)
-			list = append(list, nvme.DSMRange{Blocks: uint32(k), LBA: lba})
-			lba, blocks = lba+k, blocks-k
-		}
-	}
-	for len(list) > 0 {
-		k := min(len(list), nvme.DSMRangesMax)
-		commands++
-		if err := d.deallocate(list[:k]); err != nil {
-			return commands, fmt.Errorf("drive %s: discard of %d ranges: %w", d.name, k, shrunk(err))
-		}
-		list = list[k:]
-	}
-	return commands, nil
-}
-
 // inward is the whole blocks of a range.
 func (d *Drive) inward(off, n int64) (lba, blocks uint64) {
 	start := (uint64(off) + uint64(d.ns.LBABytes()) - 1) >> d.ns.LBAShift
 	end := uint64(off+n) >> d.ns.LBAShift
 	return start, end - min(start, end)
-}
-
-// deallocate is one command; its ranges fit a page.
-func (d *Drive) deallocate(list []nvme.DSMRange) error {
-	d.edges.RLock()
-	defer d.edges.RUnlock()
-	c := <-d.cells
-	defer func() { d.cells <- c }()
-	for i, r := range list {
-		nvme.PutDSMRange(c.b[i*nvme.DSMRangeBytes:], r.LBA, r.Blocks)
-	}
-	var e nvme.SQE
-	nvme.BuildDSM(&e, 0, d.ns.ID, len(list))
-	c.point(&e, len(list)*nvme.DSMRangeBytes)
-	return d.do(e)
 }
 
 // WriteZeroes lets the controller write zeroes where it can, and writes them where it cannot.
