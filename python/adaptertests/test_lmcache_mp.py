@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import math
 import os
 import shlex
 import sys
 import time
 import unittest
+import unittest.mock
 from typing import Any, Dict, List
 
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
@@ -313,6 +315,37 @@ class Server(unittest.TestCase):
                 self.assertEqual(self.locked(a, keys), [])
         self.assertEqual(len(said.output), 1)
         self.assertIn("--hash-algorithm", said.output[0])
+
+    def test_refusals(self) -> None:
+        """An error that passes keeps a model out for a while, one that lasts for good."""
+        f = adapter.form(chunks(prompt(1, 1))[0], KV.shapes, KV.dtypes)
+        for error, lasts in ((tuttifs.AgainError, False), (tuttifs.NoSpaceError, False), (tuttifs.QuotaError, False),
+                             (tuttifs.InvalidError, True), (tuttifs.ExistsError, True)):
+            a = adapter.TuttifsL2Adapter(self.params({"retry_seconds": 600.0}))
+            self.addCleanup(a.close)
+            with unittest.mock.patch.object(adapter, "Kind", side_effect=error("no room")) as tried:
+                with self.assertLogs("tuttifs.lmcache", "WARNING") as said:
+                    self.assertIsNone(a._kind(f))
+                self.assertIsNone(a._kind(f))
+                self.assertEqual((tried.call_count, len(said.output)), (1, 1))
+            self.assertEqual(a._refused[f] == math.inf, lasts)
+            if not lasts:
+                a._refused[f] = time.monotonic()
+                self.assertIsInstance(a._kind(f), adapter.Kind)
+
+    def test_lookup_that_fails(self) -> None:
+        """A lookup that LMCache gets no hits of holds nothing."""
+        one, keys = self.server(), chunks(prompt(1, 3))
+        self.written(one, keys)
+        a = self.adapter(one)
+        for fails in ("_notify_keys_accessed", "_hear"):
+            a._heard = 0.0
+            with unittest.mock.patch.object(a, fails, side_effect=RuntimeError("a listener's")), \
+                    self.assertLogs("tuttifs.lmcache", "ERROR"):
+                self.assertEqual(self.locked(a, keys), [])
+            self.assertEqual(a._holds._held, {})
+        self.assertEqual(self.locked(a, keys), [0, 1, 2])
+        a.submit_unlock(keys)
 
     def test_closed(self) -> None:
         """What was begun has ended when the adapter is closed, and nothing is held any more."""

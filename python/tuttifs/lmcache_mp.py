@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import math
 import threading
 import time
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
@@ -25,7 +26,7 @@ from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import L2AdapterInterface
 from lmcache.v1.platform import create_event_notifier
 
-from .errors import Error, IdentityError, InvalidError
+from .errors import Error, ExistsError, IdentityError, InvalidError
 from .pages import Holds, PageOptions, Pages, Region, Staging, attach, refuse_unknown
 from .vllm.identity import digest, pool_name
 
@@ -34,6 +35,7 @@ log = logging.getLogger("tuttifs.lmcache")
 WHERE = "adapter_params"
 HASH_BYTES = 32  # of a chunk's hash, where it is a cryptographic one
 HEAR_SECONDS = 1.0  # between looks for what has been evicted
+LASTING = (IdentityError, InvalidError, ExistsError)  # errors of a kind that no later attempt makes good
 
 
 def named(key: Any) -> bytes:
@@ -181,7 +183,8 @@ class TuttifsL2Adapter(L2AdapterInterface):
         self._attachment = attach(self._options.common)
         self._region = None if l1_memory_desc is None else arena(l1_memory_desc)
         self._lock = threading.Lock()
-        self._kinds: Dict[Form, Optional[Kind]] = {}
+        self._kinds: Dict[Form, Kind] = {}
+        self._refused: Dict[Form, float] = {}  # when what is not stored is tried again, on time.monotonic
         self._warned = False  # of the hash
         self._holds = Holds()
         self._numbers = itertools.count(1)
@@ -201,18 +204,19 @@ class TuttifsL2Adapter(L2AdapterInterface):
         return self._loads.notifier.fileno()
 
     def _kind(self, f: Form) -> Optional[Kind]:
-        """None for what is not stored, which is said once."""
+        """None for what is not stored, which is said whenever it is tried."""
         with self._lock:
-            if f in self._kinds:
-                return self._kinds[f]
+            if f in self._kinds or time.monotonic() < self._refused.get(f, 0.0):
+                return self._kinds.get(f)
             try:
                 if f[0] not in self._options.models:
                     raise IdentityError(f"{WHERE}, models, does not name it")
                 self._kinds[f] = Kind(f, self._attachment, self._options, self._region)
             except Error as e:
-                self._kinds[f] = None
                 log.warning("tuttifs: objects of %s are not stored: %s", f[0], e)
-            return self._kinds[f]
+                wait = math.inf if isinstance(e, LASTING) else self._options.common.retry_seconds
+                self._refused[f] = time.monotonic() + wait
+            return self._kinds.get(f)
 
     def _sorted(self, keys: Sequence[Any], forms: Sequence[Optional[Form]]) -> Dict[Kind, List[int]]:
         """The numbers of the keys of each kind, without those that are not stored."""
@@ -272,16 +276,20 @@ class TuttifsL2Adapter(L2AdapterInterface):
         forms = [None if d is None else form(k, d.shapes, d.dtypes)
                  for k, d in ((k, layouts.get(k.object_group_id)) for k in keys)]
         found = Bitmap(len(keys))
-        for kind, some in self._sorted(keys, forms).items():
-            for i, there in zip(some, self._holds.add(kind.pages, [named(keys[i]) for i in some])):
-                if there:
-                    found.set(i)
-        self._notify_keys_accessed([keys[i] for i in found.get_indices_list()])
-        if time.monotonic() - self._heard > HEAR_SECONDS and self._told_lock.acquire(blocking=False):
-            try:
-                self._hear()
-            finally:
-                self._told_lock.release()
+        try:
+            for kind, some in self._sorted(keys, forms).items():
+                for i, there in zip(some, self._holds.add(kind.pages, [named(keys[i]) for i in some])):
+                    if there:
+                        found.set(i)
+            self._notify_keys_accessed([keys[i] for i in found.get_indices_list()])
+            if time.monotonic() - self._heard > HEAR_SECONDS and self._told_lock.acquire(blocking=False):
+                try:
+                    self._hear()
+                finally:
+                    self._told_lock.release()
+        except Exception:
+            self.submit_unlock([keys[i] for i in found.get_indices_list()])  # LMCache hears of no hits
+            raise
         return found
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
@@ -311,7 +319,7 @@ class TuttifsL2Adapter(L2AdapterInterface):
     def delete(self, keys: List[Any]) -> None:
         """Removes objects, for all servers that share the mount."""
         with self._lock:
-            kinds = [(f[:3], k) for f, k in self._kinds.items() if k is not None]
+            kinds = [(f[:3], k) for f, k in self._kinds.items()]
         with self._told_lock:
             for of, kind in kinds:
                 kind.pages.remove([named(k) for k in keys if (k.model_name, k.kv_rank, k.object_group_id) == of])
@@ -319,7 +327,7 @@ class TuttifsL2Adapter(L2AdapterInterface):
 
     def report_status(self) -> Dict[str, Any]:
         with self._lock:
-            pools = sorted(k.pages.name for k in self._kinds.values() if k is not None)
+            pools = sorted(k.pages.name for k in self._kinds.values())
         return {"is_healthy": self._attachment.get() is not None, "type": type(self).__name__,
                 "path": self._options.common.path, "pools": pools}
 
