@@ -9,9 +9,11 @@ A Llama-3-8B-shaped model with random weights computes a long prompt whose prefi
   lmcache-disk   files, as LMCache's local disk keeps them, likewise
   tuttifs-whole  a mount, all layers before the first one computes
   tuttifs        a mount, layer by layer ahead of the layers' compute
-Files and the mount's drives are in one directory, in memory unless --where says otherwise. Each turn measures every
-case of every system, in an order that rotates from turn to turn; ratios are of one turn's runs. After every run the
-hidden states, the logits and what the pool holds are compared with the resident run's, bit for bit.
+Files and the mount's drives are in one directory, in memory unless --where says otherwise. In memory a read is a copy
+by whoever reads: one thread (vllm-fs), four (lmcache-disk), or the --pollers; SSDs would do it for all of them. And
+pages of memory are made when they are first written, those of files and, without --ahead, of drives. Each turn
+measures every case of every system, in an order that rotates from turn to turn; ratios are of one turn's runs. After
+every run the hidden states, the logits and what the pool holds are compared with the resident run's, bit for bit.
 
   make build lib
   scripts/compare_torch.py
@@ -55,6 +57,7 @@ def arguments():
     p.add_argument("--seconds", type=float, default=170, help="no case begins that would not end by then")
     p.add_argument("--systems", default=",".join(SYSTEMS), help="of these; resident is needed")
     p.add_argument("--drives", type=int, default=4)
+    p.add_argument("--ahead", action="store_true", help="write the drives once before they are used, as no file is")
     p.add_argument("--json", metavar="FILE", help="write one JSON document there; - for the output, and no table")
     a = p.parse_args()
     a.begun = time.perf_counter()
@@ -291,7 +294,8 @@ def spread(values):
 def report(a, c):
     """What was measured, as one document."""
     r = {"output_version": 1, "device": str(c.model.device), "gpu": None, "torch": torch.__version__,
-         "where": a.where, "layers": a.layers, "tokens": a.tokens, "block_tokens": a.block,
+         "where": a.where, "pollers": a.pollers, "drives": a.drives, "written_ahead": a.ahead,
+         "layers": a.layers, "tokens": a.tokens, "block_tokens": a.block,
          "kv_bytes_per_token": a.layers * 2 * c.model.run_bytes() // a.block,
          "bandwidth_tokens": a.bandwidth_tokens, "seconds": time.perf_counter() - a.begun,
          "systems": {name: source.about for name, source in c.sources.items()}, "cases": [], "rates": {},
@@ -325,7 +329,9 @@ def say(s, digits):
 
 def table(r):
     print(f"{r['gpu'] or r['device']}, PyTorch {r['torch']}, {r['tokens']} tokens of {r['kv_bytes_per_token']} bytes, "
-          f"files and drives in {r['where']}: medians (least-most)")
+          f"files and drives in {r['where']}: medians (least-most)\n"
+          f"{r['drives']} drives{', written ahead' if r['written_ahead'] else ''}; where they are memory a read is a "
+          f"copy by {r['pollers']} pollers, of files by the threads below")
     for name, about in r["systems"].items():
         print(f"  {name:<14} {about}")
     print("\nTime to first token, ms")
@@ -356,7 +362,7 @@ def main():
         raise SystemExit(f"{a.where} has {free >> 20} MiB free, {files + drives >> 20} are needed: fewer --tokens, "
                          "fewer --systems, or another --where")
     with torch.inference_mode(), tempfile.TemporaryDirectory(prefix="compare-", dir=a.where) as directory, \
-            RamVolume(a.tuttifs, a.where, a.drives, drives // a.drives, a.pollers) as volume:
+            RamVolume(a.tuttifs, a.where, a.drives, drives // a.drives, a.pollers, ahead=a.ahead) as volume:
         comparison = Comparison(a)
         try:
             comparison.keep(volume.mount, directory)

@@ -228,8 +228,9 @@ class LocalDisk(Files):
         self.direct = takes_direct(directory)
         self.index = set()
         self.about = (f"LMCache's local disk: its scheme, in this program's words; "
-                      f"{'direct' if self.direct else 'buffered'} I/O, a file of {self.chunks.bytes >> 10} KiB for "
-                      f"each {self.block_multiple * model.block} tokens, {threads} threads")
+                      f"{'direct' if self.direct else 'buffered'} I/O (by default LMCache's is buffered), a file of "
+                      f"{self.chunks.bytes >> 10} KiB for each {self.block_multiple * model.block} tokens, "
+                      f"{threads} threads")
 
     def path(self, i):
         return os.path.join(self.directory, f"chunk@{i:016x}.pt")

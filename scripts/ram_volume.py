@@ -18,10 +18,10 @@ class OutOfTime(Exception):
 class RamVolume:
     """with RamVolume(...) as v: v.mount is the mount point."""
 
-    def __init__(self, tuttifs, where, drives, drive_bytes, pollers, options=(), end=float("inf")):
+    def __init__(self, tuttifs, where, drives, drive_bytes, pollers, options=(), end=float("inf"), ahead=True):
         """options: of the mount, beside the number of pollers and where its sockets are. end: when making it is given
-        up, on time.monotonic."""
-        self.end = end
+        up, on time.monotonic. ahead: drives are written once before they are used."""
+        self.end, self.ahead = end, ahead
         self.tuttifs, self.pollers, self.options = os.path.abspath(tuttifs), pollers, list(options)
         needed, free = drives * drive_bytes, shutil.disk_usage(where).free
         if needed > free:
@@ -39,7 +39,7 @@ class RamVolume:
         try:
             os.mkdir(self.mount)
             os.mkdir(os.path.join(self.dir, "run"), 0o700)
-            # Written ahead: a first write to memory costs more than the transfer that is measured.
+            # Written ahead, because a first write to memory costs more than the transfer that is measured.
             begin = time.monotonic()
             with concurrent.futures.ThreadPoolExecutor(len(self.paths)) as fillers:
                 list(fillers.map(self.fill, self.paths))
@@ -68,6 +68,9 @@ class RamVolume:
     def fill(self, path):
         piece = bytes(1 << 20)
         with open(path, "wb", buffering=0) as f:
+            if not self.ahead:
+                f.truncate(self.drive_bytes)
+                return
             for _ in range(0, self.drive_bytes, len(piece)):
                 if time.monotonic() > self.end:
                     raise OutOfTime(f"making {self.drive_bytes >> 20} MiB of {path}")

@@ -368,6 +368,24 @@ class Failures(Mounted):
         self.assertEqual(b.events, [])
         self.assertEqual(b.matched(request("again", o.all_token_ids), 0), 0)
 
+    def test_a_load_that_cannot_even_fail_ends(self) -> None:
+        """As where the device has no memory for zeros."""
+        a, at, tokens = Side(self), table(1, 4), prompt(720, 4)
+        a.fill(1)
+        a.store(request("a", tokens), [at])
+        for i, layerwise in enumerate((False, True)):
+            self.damage(a, tuttifs.keys(tokens, FILE)[2 - i])  # the one before has evicted what it found
+            b, bt, r = Side(self, layerwise=layerwise), table(2, 4), request("b", tokens)
+
+            def no_memory(*arguments: Any) -> None:
+                raise torch.OutOfMemoryError("no memory")
+            b.workers[0]._zero = no_memory  # type: ignore[method-assign]
+            files = 4 - 2 * i
+            self.assertEqual(b.load(r, [bt]), files * FILE)
+            self.assertEqual((b.failed, b.bad), ({"b"}, set(bt[:2 * files])))
+            self.assertEqual((b.workers[0]._loading, b.scheduling._pins), (0, {}))
+            self.assertEqual(b.matched(r), 0)
+
     def test_the_mount_goes(self) -> None:
         a, b = Side(self), Side(self)
         a.fill(1)
