@@ -132,11 +132,16 @@ const (
 const keptRow = 1 << 16
 
 // newKeeper takes a part of the session's memory for a pool, nil where not one slot fits.
-func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (*keeper, error) {
+func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (k *keeper, err error) {
 	l := p.layout
 	width, perRow := uint64(l.Width()), l.SlotsPerRow(p.entryUnits)
 	set := width * l.SlotUnits() * stripe.UnitBytes // so many slots as there are entries lie in it
 	from, n := m.share(bytes, int64(set))
+	defer func() {
+		if err != nil {
+			m.giveBack(from)
+		}
+	}()
 	slots := uint64(n) / set * width
 	if slots == 0 {
 		return nil, nil
@@ -144,7 +149,7 @@ func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (*keeper,
 	if uint64(keptRow)*uint64(perRow)+slots > math.MaxUint32 {
 		return nil, fmt.Errorf("%w: %d slots to keep, behind rows of %d", ErrInvalid, slots, perRow)
 	}
-	k := &keeper{
+	k = &keeper{
 		pool: p, ring: ring, layout: l, memory: m.drive.Bytes()[from : from+n : from+n],
 		first: uint64(from) / stripe.UnitBytes, perRow: perRow, index: wear.NewKept[*kept](uint32(slots)),
 		pins: map[uint64]*keptPin{}, stores: map[uint64]*keptStore{}, wake: make(chan struct{}, 1),
@@ -165,7 +170,6 @@ func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (*keeper,
 		}
 		k.rows = append(k.rows, r)
 	}
-	var err error
 	k.places, err = gio.NewMap(l, p.entryUnits, k.rows, 0)
 	return k, err
 }

@@ -7,6 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/drive"
+	"tuttifs/gio"
 	"tuttifs/ioctl"
 	"tuttifs/stripe"
 )
@@ -214,4 +215,60 @@ func TestKeptLeasesEnd(t *testing.T) {
 	require.Equal(t, []uint8{ioctl.GrantNew, ioctl.GrantNew}, []uint8{got[0].Status, got[1].Status})
 	require.Empty(t, k.keeper.pins)
 	require.ErrorIs(t, k.Release(1), ErrNotFound)
+}
+
+// A pool that is opened twice in a session has one memory for what is declined, and one that cannot be opened has none.
+func TestPoolKeepsOnce(t *testing.T) {
+	c, f, _ := newControl(1 << 16)
+	f.declined = true
+	d, err := drive.NewMemory("kept", KeepLeast)
+	require.NoError(t, err)
+	defer d.Close()
+	paces, err := gio.NewScheduler(gio.SchedulerConfig{})
+	require.NoError(t, err)
+	s := &Session{kept: &keptMemory{drive: d}, paces: paces, stop: make(chan struct{}),
+		attach: &ioctl.Attachment{Reply: ioctl.AttachReply{CommandBytes: 1 << 20}}}
+	s.verbs, s.deadline, s.arena, s.mapWord, s.wait = f, c.deadline, f.arena, c.mapWord, c.wait
+	runs := []stripe.Run{{Kind: stripe.RunKV, Bytes: 9000}}
+	g := stripe.Geometry{Objects: []stripe.Object{{Runs: runs}}}
+	spec := PoolSpec{Name: "pool", Identity: []byte("{}"), Geometry: g}
+
+	f.rowsAnswer = func(*ioctl.Rows) {} // rows of no bytes
+	_, err = s.OpenPool(spec)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.Empty(t, s.keepers)
+	f.rowsAnswer, s.attach.Reply.CommandBytes = nil, 4096
+	_, err = s.OpenPool(spec)
+	require.ErrorContains(t, err, "make objects smaller")
+	require.Empty(t, s.keepers)
+	require.Zero(t, s.kept.used)
+
+	s.attach.Reply.CommandBytes = 1 << 20
+	a, err := s.OpenPool(spec)
+	require.NoError(t, err)
+	slots := a.KeepStats().Slots
+	require.Positive(t, slots)
+	b, err := s.OpenPool(spec)
+	require.NoError(t, err)
+	require.Equal(t, slots, b.KeepStats().Slots)
+	first := &keeping{a, t, f}
+	grants := first.reserved(1, keys(1))
+	require.NoError(t, a.CommitRanks(1, 0))
+	found, err := b.Peek(0, keys(1))
+	require.NoError(t, err)
+	require.Equal(t, 1, found)
+	require.True(t, b.keeper.owns(grants[0].Slot))
+	second := (&keeping{b, t, f}).reserved(2, keys(2)[1:])
+	require.NotEqual(t, grants[0].Slot, second[0].Slot)
+
+	// A later failure leaves what there was.
+	f.rowsAnswer = func(*ioctl.Rows) {}
+	_, err = s.OpenPool(spec)
+	require.ErrorIs(t, err, ErrInvalid)
+	require.Len(t, s.keepers, 1)
+	close(s.stop)
+	s.endKeepers()
+	f.rowsAnswer = nil
+	_, err = s.OpenPool(spec)
+	require.ErrorIs(t, err, ErrGone)
 }

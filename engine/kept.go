@@ -3,6 +3,7 @@ package engine
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"time"
 
@@ -13,6 +14,7 @@ import (
 	"tuttifs/ioctl"
 	"tuttifs/nvme"
 	"tuttifs/nvme/emu"
+	"tuttifs/stripe"
 )
 
 // Blocks that the mount's admission policy declines are kept in host memory, if the session has some for them, and
@@ -150,6 +152,13 @@ func (k *keptMemory) share(n, unit int64) (from, bytes int64) {
 	return from, bytes
 }
 
+// giveBack undoes the share that began at from, and those after it.
+func (k *keptMemory) giveBack(from int64) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	k.used = from
+}
+
 // stop ends the pollers, after the ring and before the words that they sleep on are unmapped.
 func (k *keptMemory) stop() {
 	if k == nil {
@@ -161,17 +170,13 @@ func (k *keptMemory) stop() {
 	k.running.Wait()
 }
 
-// keep gives a pool a part of the memory.
+// keep gives a pool a part of the memory: the one that it has, if it was opened before. opening is held.
 func (s *Session) keep(p *Pool, spec *PoolSpec) error {
 	if spec.KeepBytes < 0 {
 		return fmt.Errorf("%w: %d bytes to keep", ErrInvalid, spec.KeepBytes)
 	}
 	if s.kept == nil {
 		return nil
-	}
-	k, err := newKeeper(p, s.kept, spec.KeepBytes, s.ring)
-	if k == nil || err != nil {
-		return err
 	}
 	s.keeping.Lock()
 	defer s.keeping.Unlock()
@@ -180,10 +185,37 @@ func (s *Session) keep(p *Pool, spec *PoolSpec) error {
 		return errClosed
 	default:
 	}
+	for _, k := range s.keepers {
+		if k.pool.target == p.target { // no other pool of the volume ever has its number
+			p.keeper = k
+			return nil
+		}
+	}
+	k, err := newKeeper(p, s.kept, spec.KeepBytes, s.ring)
+	if k == nil || err != nil {
+		return err
+	}
 	p.keeper = k
 	s.keepers = append(s.keepers, k)
 	go k.run()
 	return nil
+}
+
+// unkeep ends keepers from the n-th on: of a pool that could not be opened after all. opening is held.
+func (s *Session) unkeep(n int) {
+	s.keeping.Lock()
+	defer s.keeping.Unlock()
+	select {
+	case <-s.stop:
+		return // Close ends them
+	default:
+	}
+	for _, k := range s.keepers[n:] {
+		close(k.stop)
+		<-k.ended
+		s.kept.giveBack(int64(k.first) * stripe.UnitBytes)
+	}
+	s.keepers = slices.Delete(s.keepers, n, len(s.keepers))
 }
 
 // endKeepers waits for what keepers do. The ring was closed.

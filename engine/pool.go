@@ -25,7 +25,8 @@ type PoolSpec struct {
 	TrailingHit        uint32
 	MinBytes, MaxBytes uint64
 	MaxSlots           uint32
-	// KeepBytes of the session's memory for blocks that are declined; 0: all that no pool has.
+	// KeepBytes of the session's memory for blocks that are declined; 0: all that no pool has. A pool that is opened again
+	// has the part that it had.
 	KeepBytes int64
 }
 
@@ -50,20 +51,32 @@ type Pool struct {
 
 // OpenPool opens or creates, waits for it to be durable, and fetches layout and rows.
 func (s *Session) OpenPool(spec PoolSpec) (*Pool, error) {
-	if err := s.checkModel(&spec); err != nil {
+	s.opening.Lock()
+	defer s.opening.Unlock()
+	keepers := len(s.keepers)
+	p, err := s.open(&spec)
+	if err != nil {
+		s.unkeep(keepers)
 		return nil, fmt.Errorf("engine: pool %q: %w", spec.Name, err)
 	}
-	keep := func(p *Pool) error { return s.keep(p, &spec) }
-	p, err := s.control.openPool(spec, keep)
+	return p, nil
+}
+
+func (s *Session) open(spec *PoolSpec) (*Pool, error) {
+	if err := s.checkModel(spec); err != nil {
+		return nil, err
+	}
+	keep := func(p *Pool) error { return s.keep(p, spec) }
+	p, err := s.control.openPool(*spec, keep)
 	if err != nil {
-		return nil, fmt.Errorf("engine: pool %q: %w", spec.Name, err)
+		return nil, err
 	}
 	// Virtual controllers take commands of any object's size; an SSD has a limit of its own (MDTS).
 	for o := range p.layout.Objects() {
 		if n := uint64(p.layout.ObjectUnits(uint16(o))) * stripe.UnitBytes; n > uint64(s.attach.Reply.CommandBytes) {
-			return nil, fmt.Errorf("engine: pool %q: %w: object %d has %d bytes, and the session's drives take commands of %d: "+
-				"make objects smaller (fewer tokens a file, K and V apart), or use a session without Real", spec.Name, ErrInvalid,
-				o, n, s.attach.Reply.CommandBytes)
+			return nil, fmt.Errorf("%w: object %d has %d bytes, and the session's drives take commands of %d: make objects "+
+				"smaller (fewer tokens a file, K and V apart), or use a session without Real", ErrInvalid, o, n,
+				s.attach.Reply.CommandBytes)
 		}
 	}
 	if s.gpu.memory != nil {

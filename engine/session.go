@@ -223,8 +223,9 @@ type Session struct {
 	queues   [][]gio.Queue
 	kept     *keptMemory // nil: what is declined is not kept
 
+	opening sync.Mutex // one pool at a time
 	keeping sync.Mutex // guards keepers
-	keepers []*keeper  // of its pools
+	keepers []*keeper  // of its pools, one each; who holds opening may read them
 
 	stop    chan struct{}
 	stopped chan struct{}
