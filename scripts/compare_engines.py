@@ -20,6 +20,7 @@ Output tokens are compared with those of the engine without a cache, one by one.
 
 import argparse
 import contextlib
+import glob
 import hashlib
 import importlib.metadata
 import itertools
@@ -191,7 +192,7 @@ class Mounted(Kept):
             return json.load(f)["total"]["files"]
 
 
-def options(a, system, directory, mount):
+def options(a, system, name, directory, mount):
     """What a user would say to vLLM."""
     from vllm_restore import kv_transfer_config
     memory = a.memory_mib << 20
@@ -212,7 +213,7 @@ def options(a, system, directory, mount):
     else:
         config = kv_transfer_config(mount, revision="seed 1", file_tokens=BLOCK, staging_bytes=memory,
                                     layerwise=system == "tuttifs-layerwise", tenant=SYSTEMS.index(system))
-    return {**common, "kv_transfer_config": config}
+    return {**common, "kv_transfer_config": {**config, "engine_id": name}}
 
 
 class Comparison:
@@ -237,8 +238,9 @@ class Comparison:
             def next_answer(self):
                 return self._answer(engine.ANSWER_SECONDS)
         self.program, self.logs = Program, a.keep_logs or directory
+        os.makedirs(self.logs, exist_ok=True)
         self.model = model.make(os.path.join(directory, "model"), max_position_embeddings=a.longest + BLOCK, **MODEL)
-        self.directory, self.mount, self.engines = directory, mount, {}
+        self.name, self.mount, self.engines = os.path.basename(directory), mount, {}
 
     def ask(self, system, p, tokens=TOKENS):
         """The answer, where a system has a store with what is stored by then and how long after the first token."""
@@ -250,12 +252,20 @@ class Comparison:
 
     def start(self, stack):
         """One after the other, or they would all be late."""
+        stack.callback(self.clean)
         for system in self.a.systems:
             note(f"an engine for {system} ...")
             where = self.kept[system].directory if system in self.kept else ""
-            self.engines[system] = stack.enter_context(self.program(
-                self.model, os.path.join(self.logs, system + ".log"), **options(self.a, system, where, self.mount)))
+            words = options(self.a, system, self.name, where, self.mount)
+            log = os.path.join(self.logs, system + ".log")
+            self.engines[system] = stack.enter_context(self.program(self.model, log, **words))
             self.engines[system].ready()
+
+    def clean(self):
+        """Removes what vLLM's tiers and LMCache leave when they are killed: by names, so it is known whose they are."""
+        for path in [f"/dev/shm/vllm_offload_{self.name}.mmap", *glob.glob(f"/tmp/engine_{self.name}_*")]:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
     def rotated(self, turn):
         n = turn % len(self.a.systems)
