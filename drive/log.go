@@ -10,6 +10,8 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
+
+	"tuttifs/nvme"
 )
 
 var (
@@ -39,12 +41,6 @@ const (
 	retainEvents = 1 << 15
 	// logPatience is how long the drive may take for an answer, in milliseconds.
 	logPatience = 5000
-	// Status codes without the do-not-retry and more bits: the page or the opcode is not there.
-	statusMask           = 0x7ff
-	statusInvalidOpcode  = 0x001
-	statusInvalidField   = 0x002
-	statusFDPDisabled    = 0x029
-	statusInvalidLogPage = 0x109
 )
 
 // adminCommand is the kernel's struct nvme_passthru_cmd.
@@ -94,7 +90,7 @@ func ReadLog(d Drive, page uint8, p []byte) error {
 	}
 	if err == nil {
 		c := logCommand(page, group, buf[:len(p)])
-		err = f.admin(&c, buf)
+		err = noLog(f.admin(&c, buf))
 	}
 	if err != nil {
 		return fmt.Errorf("drive %s: log page %02xh: %w", f.name, page, err)
@@ -110,7 +106,7 @@ func (f *file) admin(c *adminCommand, buf []byte) error {
 	if errno != 0 {
 		return errno
 	}
-	return logStatus(status)
+	return adminError(status)
 }
 
 // enduranceGroup asks which one the namespace is in. ErrNoLog: in none.
@@ -166,13 +162,20 @@ func identifyCommand(nsid uint32, buf []byte) adminCommand {
 		dataLen: LogBytesMax, timeoutMilli: logPatience}
 }
 
-// logStatus is the error of a completion's status.
-func logStatus(status uintptr) error {
-	switch status & statusMask {
-	case 0:
-		return nil
-	case statusInvalidOpcode, statusInvalidField, statusFDPDisabled, statusInvalidLogPage:
-		return ErrNoLog
+// adminError is the error of a completion's status, as the ioctl returns it.
+func adminError(status uintptr) error {
+	if st := nvme.Status(status); !st.OK() {
+		return st
 	}
-	return fmt.Errorf("the drive answered status %03xh", status&statusMask)
+	return nil
+}
+
+// noLog says of the answer to Get Log Page whether the page, or the command, is not there.
+func noLog(err error) error {
+	for _, none := range []nvme.Status{nvme.LogPageInvalid, nvme.InvalidField, nvme.InvalidOpcode, nvme.FDPDisabled} {
+		if errors.Is(err, none) {
+			return fmt.Errorf("%w: %w", ErrNoLog, err)
+		}
+	}
+	return err
 }

@@ -6,6 +6,8 @@ import (
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
+
+	"tuttifs/nvme"
 )
 
 // The command as the kernel's header lays it out, byte by byte, but for the address.
@@ -31,12 +33,20 @@ func TestLogCommand(t *testing.T) {
 	require.Equal(t, [72]byte{0: 0x06, 4: 5, 37: 16, 64: 0x88, 65: 0x13}, *(*[72]byte)(unsafe.Pointer(&c)))
 }
 
-func TestLogStatus(t *testing.T) {
-	require.NoError(t, logStatus(0))
-	for _, none := range []uintptr{0x001, 0x002, 0x109, 0x4109, 0x6002} {
-		require.ErrorIs(t, logStatus(none), ErrNoLog)
+// Of a status it is said what it is; only where a log page was asked for may it mean that there is none.
+func TestAdminError(t *testing.T) {
+	require.NoError(t, adminError(0))
+	require.NoError(t, noLog(adminError(0)))
+	for status, is := range map[uintptr]nvme.Status{0x001: nvme.InvalidOpcode, 0x002: nvme.InvalidField,
+		0x109: nvme.LogPageInvalid, 0x4109: nvme.LogPageInvalid, 0x6002: nvme.InvalidField, 0x4029: nvme.FDPDisabled} {
+		err := adminError(status)
+		require.ErrorIs(t, err, is)
+		require.NotErrorIs(t, err, ErrNoLog)
+		require.ErrorIs(t, noLog(err), ErrNoLog)
 	}
-	require.ErrorContains(t, logStatus(0x4006), "status 006h")
+	err := noLog(adminError(0x4006))
+	require.ErrorIs(t, err, nvme.InternalError)
+	require.NotErrorIs(t, err, ErrNoLog)
 }
 
 func TestNamespaceNames(t *testing.T) {
