@@ -111,6 +111,31 @@ func TestATurn(t *testing.T) {
 	require.Equal(t, phase.PatienceDefault > 37*lost, token.Stats(c.now).Turns == 2)
 }
 
+// A turn in which nobody wrote cost reads nothing before it was demanded: one that had waited for something else by then
+// does not put off the next turn.
+func TestATurnThatIsNotUsedCostsWhatItLasted(t *testing.T) {
+	token, c := start(phase.Options{Stuck: long})
+	r, w, other := token.Holder(phase.Data), token.Holder(phase.Data), token.Holder(phase.Data)
+	scrub := token.Holder(phase.Background)
+	require.True(t, step(other, phase.Read, c.now))
+	require.False(t, step(w, phase.Write, c.after(nap)))
+	require.False(t, step(scrub, phase.Read, c.now), "it gives way to the write")
+	for range 3 {
+		require.False(t, step(w, phase.Write, c.after(50*time.Millisecond)))
+		require.False(t, step(scrub, phase.Read, c.now))
+	}
+	require.False(t, step(w, phase.Write, c.after(50*time.Millisecond)))
+	require.Equal(t, uint64(1), token.Stats(c.now).Turns)
+	require.False(t, step(scrub, phase.Read, c.now))
+	w.Close(c.after(nap))
+	require.True(t, step(scrub, phase.Read, c.now), "the turn is over, and what it cost is reckoned")
+	w = token.Holder(phase.Data)
+	require.False(t, step(w, phase.Write, c.now))
+	require.False(t, step(w, phase.Write, c.after(phase.PatienceDefault)))
+	require.Equal(t, uint64(2), token.Stats(c.now).Turns, "the next one is due: the last cost a nap")
+	require.False(t, step(r, phase.Read, c.now))
+}
+
 // Turns are for those who are there: one whose holder has gone, or does not come, holds nobody up.
 func TestATurnThatIsNotUsed(t *testing.T) {
 	demand := func() (*phase.Token, *clock, *phase.Holder, *phase.Holder) {

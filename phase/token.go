@@ -182,8 +182,11 @@ func (t *Token) demand(h *Holder, at int64) {
 func (t *Token) reckon(h *Holder, at int64, short bool) {
 	lost := int64(0)
 	if since := h.since[Read].Load(); since != 0 {
-		demanded := t.demanded.Load()
-		lost = at - max(since, demanded+(t.turnBegan.Load()-demanded)/2)
+		busy := t.demanded.Load()
+		if began := t.turnBegan.Load(); began != 0 { // else no write came, and reads may have stood since
+			busy += (began - busy) / 2
+		}
+		lost = at - max(since, busy)
 	}
 	if short {
 		t.nextShort.Store(at + min(shortReadsShare*lost, int64(t.o.Stuck)))
