@@ -7,6 +7,7 @@ import (
 	"math"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tuttifs/checksum"
@@ -36,6 +37,7 @@ type keeper struct {
 	places *gio.Map // where slots lie in the session's memory
 	nonce  [8]byte
 	now    func() time.Time
+	over   atomic.Bool // set with mu: the drives need the numbers, so nothing is kept any more
 
 	mu     sync.Mutex
 	index  *wear.Kept[*kept]
@@ -128,7 +130,8 @@ const (
 	keptSweep   = time.Second // so often it is looked for them, when the memory is used
 )
 
-// keptRow is the number of the first row of the memory in a pool's map: beyond those of its drives.
+// keptRow is the number of the first row of the memory in a pool's map: beyond those of its drives, of which few pools
+// ever have so many.
 const keptRow = 1 << 16
 
 // newKeeper takes a part of the session's memory for a pool, nil where not one slot fits.
@@ -174,22 +177,35 @@ func newKeeper(p *Pool, m *keptMemory, bytes int64, ring gio.Executor) (k *keepe
 	return k, err
 }
 
-// behind adds the memory's rows to those of the drives.
-func (k *keeper) behind(rows []gio.MapRow) ([]gio.MapRow, error) {
-	for i := range rows {
-		if rows[i].Number >= keptRow {
-			return nil, fmt.Errorf("%w: the pool has a row %d: so many leave no numbers for blocks that are kept; make the "+
-				"session without KeepBytes", ErrInvalid, rows[i].Number)
+// behind adds the memory's rows to those of the drives. Where the drives have rows of these numbers nothing is kept any
+// more. As long as somebody may then still write to the memory, those rows are left out, since he must not write to the
+// drives instead; whole is false, and the rows are to be fetched again.
+func (k *keeper) behind(rows []gio.MapRow) (_ []gio.MapRow, whole bool) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	taken := func(r gio.MapRow) bool { return r.Number >= keptRow }
+	if slices.ContainsFunc(rows, taken) {
+		k.over.Store(true)
+	}
+	if !k.over.Load() {
+		return append(rows, k.rows...), true
+	}
+	k.sweep(k.now())
+	for _, s := range k.stores {
+		if len(s.blocks) > 0 {
+			return slices.DeleteFunc(rows, taken), false
 		}
 	}
-	return append(rows, k.rows...), nil
+	return rows, true
 }
 
 // slot is the number of a place.
 func (k *keeper) slot(place uint32) uint32 { return keptRow*k.perRow + place }
 
 // owns says whether a slot is in the memory.
-func (k *keeper) owns(slot uint32) bool { return k != nil && slot/k.perRow >= keptRow }
+func (k *keeper) owns(slot uint32) bool {
+	return k != nil && slot/k.perRow >= keptRow && !k.over.Load()
+}
 
 // sweep ends pins and reservations whose time is up. mu is held.
 func (k *keeper) sweep(now time.Time) {
@@ -211,6 +227,9 @@ func (k *keeper) sweep(now time.Time) {
 
 // find is a block that is there. mu is held.
 func (k *keeper) find(tenant uint32, key *Key) *block {
+	if k.over.Load() {
+		return nil
+	}
 	if b := k.index.Find(wear.KeptKey{Tenant: tenant, Key: *key}); b != nil && b.Value.ready {
 		return b
 	}
@@ -277,8 +296,8 @@ func (k *keeper) pin(tenant uint32, request uint64, keys []Key, grants []Grant, 
 		}
 		k.pins[request] = p
 	}
-	if p.onDrives > onDrives || !p.same(tenant, keys) {
-		return onDrives // its lease on the drives has ended, so that there is a gap
+	if k.over.Load() || p.onDrives > onDrives || !p.same(tenant, keys) {
+		return onDrives // where its lease on the drives has ended there is a gap
 	}
 	p.until = k.now().Add(keptTimeout)
 	for i, b := range p.blocks {
@@ -357,6 +376,9 @@ func (k *keeper) reserve(tenant uint32, reserve uint64, items []Item, grants []G
 	defer k.mu.Unlock()
 	now := k.now()
 	k.sweep(now)
+	if k.over.Load() {
+		return
+	}
 	s := k.stores[reserve]
 	if s != nil && !s.same(tenant, items) { // the mount's has ended, and the id is another one's now
 		k.giveUp(reserve)
@@ -493,5 +515,8 @@ func (k *keeper) report() KeepStats {
 	defer k.mu.Unlock()
 	s := k.stats
 	s.Blocks, s.Evicted = uint64(k.index.Len()), k.index.Evicted()
+	if k.over.Load() {
+		s.Slots, s.Blocks = 0, 0
+	}
 	return s
 }

@@ -272,3 +272,41 @@ func TestPoolKeepsOnce(t *testing.T) {
 	_, err = s.OpenPool(spec)
 	require.ErrorIs(t, err, ErrGone)
 }
+
+// A pool whose drives come to need the memory's numbers goes on without it, and what was to be written to the memory is
+// not written to them.
+func TestKeptNumbersRunOut(t *testing.T) {
+	k := newKeeping(t, 8)
+	all := keys(5)
+	k.stored(1, all[:2])
+	pinned := k.pinned(1, all[:2])
+	writing := k.reserved(2, all[2:3])[0]
+	require.EqualValues(t, ioctl.GrantNew, writing.Status)
+	drive, _, _, ok := k.Map().Locate(writing.Slot, 0)
+	require.True(t, ok)
+	require.EqualValues(t, keptDrive, drive)
+
+	k.mount.rows = append(k.mount.rows, gio.MapRow{Number: keptRow, Drives: []uint16{0, 1}, Units: []uint64{9, 9}})
+	k.mount.generation, k.mount.word = k.mount.generation+1, k.mount.word+1
+	_, _, _, ok = k.Map().Locate(writing.Slot, 0)
+	require.False(t, ok, "nobody writes to the drives what was for the memory")
+	require.Equal(t, k.mount.generation, k.mount.acked)
+	perRow := k.Layout().SlotsPerRow(fakeEntry)
+	_, _, _, ok = k.Map().Locate(12*perRow, 0)
+	require.True(t, ok, "all other rows are there")
+	n, err := k.Peek(0, all[:2])
+	require.NoError(t, err)
+	require.Zero(t, n)
+	require.Empty(t, k.pinned(1, all[:2]))
+	require.NoError(t, k.Release(1))
+	require.Empty(t, k.pinned(2, all[:2]))
+	require.EqualValues(t, ioctl.GrantDeclined, k.reserved(3, all[3:4])[0].Status)
+	require.False(t, k.keeper.owns(pinned[0].Slot))
+	require.Zero(t, k.KeepStats().Slots)
+
+	require.NoError(t, k.Abort(2))
+	k.reserved(4, all[4:5])
+	drive, _, _, ok = k.Map().Locate(keptRow*perRow, 0)
+	require.True(t, ok, "the drives' row is there once nobody can write to the memory")
+	require.Less(t, drive, uint16(2))
+}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -206,12 +207,14 @@ func (p *Pool) fetchMap() error {
 			p.word.Store(word)
 			return nil
 		}
+		known := generation
 		if p.keeper != nil {
-			if rows, err = p.keeper.behind(rows); err != nil {
-				return err
+			whole := false
+			if rows, whole = p.keeper.behind(rows); !whole {
+				known = noGeneration
 			}
 		}
-		m, err := gio.NewMap(p.layout, p.entryUnits, rows, generation)
+		m, err := gio.NewMap(p.layout, p.entryUnits, rows, known)
 		if err != nil {
 			return err
 		}
@@ -222,6 +225,9 @@ func (p *Pool) fetchMap() error {
 	}
 	return fmt.Errorf("%w: the extent map changed %d times while it was read", ErrAgain, mapRounds)
 }
+
+// noGeneration is that of a map which lacks rows: whatever the mount's is, they are fetched again.
+const noGeneration = math.MaxUint64
 
 type rowsState int
 
