@@ -526,6 +526,22 @@ class Worker:
     # Loads: in the loader's thread
 
     def _load(self, end: Optional[End], load: Load, progress: Optional[Progress], behind: Any, begun: float) -> Outcome:
+        """A load, which has an outcome whatever happens: requests and steps wait for it."""
+        try:
+            outcome = self._load_parts(end, load, progress, behind)
+        except Exception:
+            log.exception("tuttifs: a load failed")
+            bad = {b for part in load.parts for file in part.blocks for b in file if b != NULL_BLOCK}
+            outcome = Outcome(load, bad, min((part.first for part in load.parts), default=0))
+        self.counts.add("load_seconds", time.monotonic() - begun)
+        with self._lock:
+            self._loading -= 1
+        self._outcomes.append(outcome)
+        if progress is not None:
+            progress.over()
+        return outcome
+
+    def _load_parts(self, end: Optional[End], load: Load, progress: Optional[Progress], behind: Any) -> Outcome:
         if self._stream is not None:
             self._stream.wait_event(behind)
         bad: Set[int] = set()
@@ -540,15 +556,8 @@ class Worker:
             self.counts.add("failed_files", len(failed))
             self.counts.add("loaded_files", len(part.keys) - len(failed))
             self.counts.add("loaded_bytes", (len(part.keys) - len(failed)) * self._file_bytes(part))
-        self.counts.add("load_seconds", time.monotonic() - begun)
         alone = end is not None and end.leader is not None and not end.leader.complete()
-        outcome = Outcome(load, bad, first_failed, alone)
-        with self._lock:
-            self._loading -= 1
-        self._outcomes.append(outcome)
-        if progress is not None:
-            progress.over()
-        return outcome
+        return Outcome(load, bad, first_failed, alone)
 
     def _try_part(self, end: End, load: Load, part: LoadPart, progress: Optional[Progress]) -> Set[int]:
         try:
