@@ -459,9 +459,9 @@ def table(r):
           + ", ".join(f"{s} {x['tokens']} of {x['of']}" for s, x in r["found"].items()))
     if r["left_out"]:
         print(f"Not compared, because less was found: {r['left_out']}")
-    print(f"\nThe store: of {STORE_BYTES >> 20} MiB and more, from the first token until all is there, which is durable "
-          "in a mount, and in\nfiles not; LMCache copies out before its first token. Loads: by first tokens' times beyond "
-          "those from memory")
+    print(f"\nThe store: of {STORE_BYTES >> 20} MiB and more, from the first token until all is there: durable in a "
+          "mount, not in files;\nLMCache copies out before its first token. Loads: by first tokens' times beyond those "
+          "from memory")
     print(f"{'':<18} {'MiB':>12} {'stored after, ms':>22} {'GB/s':>6} {'load, ms':>24} {'loads, GB/s':>18} "
           f"{'from memory, ms':>22}")
     for s, x in r["rates"].items():
