@@ -10,6 +10,7 @@ import random
 import sys
 import time
 import unittest
+import unittest.mock
 import weakref
 from types import SimpleNamespace
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
@@ -21,6 +22,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../
 from volume import Volume, need_mount
 
 import tuttifs
+import tuttifs.vllm.worker
 from tuttifs.vllm import identity, options, scheduler
 from tuttifs.vllm.files import Group
 from tuttifs.vllm.messages import PoolSpec, Report, Step
@@ -628,6 +630,38 @@ class Ranks(Mounted):
         self.assertEqual(len(a.events), 3)
         self.assertEqual(b.load(request("b", tokens), [bt]), 3 * FILE)
         self.same(a, at, b, bt, last=6)
+
+    def test_a_rank_without_the_session(self) -> None:
+        """Nothing is promised or stored until it has it: the others would wait for it at each commit."""
+        a, b = Side(self, ranks=2), Side(self, ranks=2)
+        a.fill(1)
+        at, bt, tokens = table(1, 3), table(2, 3), prompt(903, 3)
+        a.store(request("a", tokens), [at])
+        join, full = tuttifs.vllm.worker.End, True
+
+        def end(options: Any, attached: Any, device: Any, rank: Rank) -> Any:
+            if full and rank.number == 1:
+                raise torch.OutOfMemoryError("no memory")
+            return join(options, attached, device, rank)
+        with unittest.mock.patch.object(tuttifs.vllm.worker, "End", end):
+            self.assertEqual(b.load(request("b", tokens), [bt]), 3 * FILE)  # before anybody knew
+            self.assertEqual(b.failed, {"b"})
+            self.assertEqual(b.matched(request("c", tokens)), 0)
+            o = request("o", prompt(904, 3))
+            b.matched(o)
+            self.assertEqual(b.scheduling.step({"o": 3 * FILE}, lambda name: [at]).stores, [])
+            full = False
+            limit = time.monotonic() + 60
+            while not (n := b.matched(request("d", tokens))):
+                self.assertLess(time.monotonic(), limit)
+                b.turn()
+                b.scheduling.finished("d")
+            self.assertEqual(n, 3 * FILE)
+        self.assertEqual(b.load(request("e", tokens), [bt]), 3 * FILE)
+        self.same(a, at, b, bt, last=6)
+        b.turn({"o": 3 * FILE}, [at])  # what was not stored then is now
+        b.settle()
+        self.assertEqual(len(b.events), 3)
 
     def test_one_rank_gives_up_for_all(self) -> None:
         a = Side(self, ranks=2)

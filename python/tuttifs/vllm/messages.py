@@ -107,6 +107,7 @@ class Report:
     failed: Dict[str, int] = dataclasses.field(default_factory=dict)  # request: the first file that did not arrive
     stores: Dict[int, Dict[int, List[int]]] = dataclasses.field(default_factory=dict)  # ended: by group, the new files
     worth: Dict[str, bool] = dataclasses.field(default_factory=dict)  # request: loading is faster, or nobody knows
+    lacks: bytes = b""  # the token of a session that a rank could not join, or has lost
 
     def merge(self, other: "Report") -> "Report":
         self.step = min(self.step, other.step)
@@ -114,5 +115,6 @@ class Report:
             self.failed[request] = min(first, self.failed.get(request, first))
         for request, load in other.worth.items():
             self.worth[request] = load and self.worth.get(request, True)
+        self.lacks = self.lacks or other.lacks
         self.stores.update(other.stores)  # a commit succeeds for all ranks or for none
         return self

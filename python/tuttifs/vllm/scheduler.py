@@ -102,6 +102,7 @@ class Scheduling:
         self._stores: Dict[int, Store] = {}  # under way
         self._step, self._settled = 0, 0
         self._told: Optional[bytes] = None  # the session that the ranks know of
+        self._lacking = b""  # the session that not all of them have, as they said last
         self._announced: "collections.OrderedDict[Tuple[int, bytes], bool]" = collections.OrderedDict()
         self._events: List[Any] = []
         self._early: Set[Tuple[int, bytes]] = set()  # gone, perhaps before they are announced
@@ -130,6 +131,8 @@ class Scheduling:
                 self._trouble(end, e)
                 return 0
             t.asked = now
+        if end.token == self._lacking:
+            return 0
         t.local = local_tokens
         n = max(0, t.found * self.file_tokens - local_tokens)
         return self._weighed(t, n) if n and self._weighs else n
@@ -268,7 +271,7 @@ class Scheduling:
         self._step += 1
         end = self.attachment.get()
         stores = []
-        if end is not None and storing and not self._stopped:
+        if end is not None and storing and not self._stopped and end.token != self._lacking:
             for request, tokens in scheduled.items():
                 store = self._store(request, tokens, tables)
                 if store is not None:
@@ -324,7 +327,7 @@ class Scheduling:
             self._release(request)
         if report is None:
             return
-        self._settled = max(self._settled, report.step)
+        self._settled, self._lacking = max(self._settled, report.step), report.lacks
         while self._steps and self._steps[0][0] <= report.step:
             for request in self._steps.popleft()[1]:
                 self._release(request)

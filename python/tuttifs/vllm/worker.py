@@ -306,7 +306,8 @@ class Worker:
         self._lock = threading.Lock()
         self._end: Optional[End] = None
         self._attached: Optional[Attached] = None  # what the scheduler has told of its session
-        self._lost = b""  # the token of a session that is no more
+        self._lost = b""  # the token of a session that could not be joined, or is no more
+        self._join_at, self._pause = 0.0, options.retry_seconds  # when it is tried again, and what the next pause is
         self._loader = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-load")
         self._storer = concurrent.futures.ThreadPoolExecutor(1, "tuttifs-store")
         self._outcomes: Deque[Outcome] = collections.deque()
@@ -339,7 +340,9 @@ class Worker:
         """The end of the scheduler's session, joined if it is a new one."""
         with self._lock:
             attached = self._attached = step.attached or self._attached
-            if step.token is None or step.token == self._lost or attached is None:
+            if step.token is None or attached is None:
+                return None
+            if step.token == self._lost and time.monotonic() < self._join_at:
                 return None
             if self._asleep or self._closed:
                 return None
@@ -350,10 +353,11 @@ class Worker:
                 old.close()
             try:
                 self._end = End(self.options, attached, self.caches.device, self.rank)
+                self._lost, self._pause = b"", self.options.retry_seconds
                 self._loader.submit(self._end.find)
                 log.info("tuttifs: %s; %d bytes of staging memory", self._end.text, self.options.staging_bytes)
             except (Error, OSError, torch.OutOfMemoryError) as e:
-                self._lost = attached.token
+                self._lose(attached.token)
                 log.warning("tuttifs: this rank cannot join the session: %s", e)
             return self._end
 
@@ -363,8 +367,14 @@ class Worker:
             with self._lock:
                 if self._end is not end:
                     return
-                self._end, self._lost = None, end.token
+                self._end = None
+                self._lose(end.token)
             end.close()
+
+    def _lose(self, token: bytes) -> None:
+        """Goes on without a session for a while, for longer the more often: to join takes a step's time."""
+        self._lost, self._join_at = token, time.monotonic() + self._pause
+        self._pause *= 2
 
     # A step, in the order of vLLM's calls
 
@@ -372,6 +382,8 @@ class Worker:
         """The step is about to compute."""
         self._number = step.number
         end = self._attach(step)
+        if end is None and step.token == self._lost:
+            self._report.lacks = self._lost
         for w in step.weigh:
             self._report.worth[w.request] = self._worth(end, w)
         self._telling = None
