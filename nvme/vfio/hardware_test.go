@@ -16,8 +16,8 @@ import (
 
 // TestHardware is the conformance suite on controllers of the machine, through VFIO. TUTTIFS_NVME names them, and gives
 // everything on them away: addresses, separated by commas, each perhaps with a namespace (/2), with blocks that cannot
-// be read (@FIRST+COUNT), and one behind them that cannot be written (!BLOCK). With TUTTIFS_NVME_REMOVE, a shell command
-// that takes the last one away by surprise, that is tested last.
+// be read (@FIRST+COUNT), and one behind them that cannot be written (!BLOCK). With TUTTIFS_NVME_REMOVE, a shell
+// command that takes the last one away by surprise, that is tested last.
 func TestHardware(t *testing.T) {
 	names := os.Getenv("TUTTIFS_NVME")
 	if names == "" {
