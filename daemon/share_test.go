@@ -241,6 +241,39 @@ func TestShareThatIsNotUsed(t *testing.T) {
 	}
 }
 
+// TestShareCountsWhatCanBe: bytes that an engine says it has moved are added up as far as a drive could have moved
+// them, however often somebody looks.
+func TestShareCountsWhatCanBe(t *testing.T) {
+	now := time.Now()
+	s := &driveShare{words: &ioctl.DriveShare{}, countedAt: now}
+	var total realCounts
+	for range 100 { // as fast as the fastest drives
+		s.words.Bytes[0] += 28e9
+		s.words.Bytes[1] += 14e9
+		now = now.Add(time.Second)
+		s.count(&total, now)
+	}
+	require.Equal(t, [2]uint64{100 * 28e9, 100 * 14e9}, total.bytes)
+	now = now.Add(30 * time.Second) // nobody looked
+	s.words.Bytes[1] += 30 * 14e9
+	s.count(&total, now)
+	require.EqualValues(t, 130*14e9, total.bytes[1])
+
+	s = &driveShare{words: &ioctl.DriveShare{}, countedAt: now}
+	total = realCounts{}
+	for range 1000 {
+		now = now.Add(time.Millisecond)
+		for range 10 {
+			s.words.Bytes[1] += 1 << 49
+			s.count(&total, now)
+		}
+	}
+	require.LessOrEqual(t, total.bytes[1], uint64(countRate), "it was a second")
+	s.words.Bytes[1] -= 1 << 48 // and back
+	s.count(&total, now.Add(time.Hour))
+	require.LessOrEqual(t, total.bytes[1], uint64(61*countRate))
+}
+
 // TestShareGivesAndTakes goes through what one engine is told.
 func TestShareGivesAndTakes(t *testing.T) {
 	w := newShareWorld(t, 1)

@@ -111,8 +111,8 @@ func TestATurn(t *testing.T) {
 	require.Equal(t, phase.PatienceDefault > 37*lost, token.Stats(c.now).Turns == 2)
 }
 
-// A turn in which nobody wrote cost reads nothing before it was demanded: one that had waited for something else by then
-// does not put off the next turn.
+// A turn in which nobody wrote cost reads nothing before it was demanded: one that had waited for something else by
+// then does not put off the next turn.
 func TestATurnThatIsNotUsedCostsWhatItLasted(t *testing.T) {
 	token, c := start(phase.Options{Stuck: long})
 	r, w, other := token.Holder(phase.Data), token.Holder(phase.Data), token.Holder(phase.Data)
