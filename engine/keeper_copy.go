@@ -213,17 +213,21 @@ func (c *keptCopier) storeRank(rank uint16, blocks []*block, slots []gio.SlotIO)
 }
 
 // prepare makes and registers the staging memory, when it is used first.
-func (c *keptCopier) prepare() (err error) {
+func (c *keptCopier) prepare() error {
 	if c.registered != nil {
 		return nil
 	}
 	size := c.most * int(c.layout.SlotUnits()) * stripe.UnitBytes
-	c.staging, err = unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
+	staging, err := unix.Mmap(-1, 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_ANON|unix.MAP_PRIVATE)
 	if err != nil {
 		return fmt.Errorf("engine: %d bytes for copies: %w", size, err)
 	}
-	c.registered, err = c.ring.Register(c.staging)
-	return err
+	registered, err := c.ring.Register(staging)
+	if err != nil {
+		return errors.Join(err, unix.Munmap(staging)) // the next copy makes it anew
+	}
+	c.staging, c.registered = staging, registered
+	return nil
 }
 
 // at is where an object of the i-th block lies in the staging memory.

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
 	"tuttifs/gio"
@@ -309,4 +310,26 @@ func TestKeptNumbersRunOut(t *testing.T) {
 	drive, _, _, ok = k.Map().Locate(keptRow*perRow, 0)
 	require.True(t, ok, "the drives' row is there once nobody can write to the memory")
 	require.Less(t, drive, uint16(2))
+}
+
+// noRing registers nothing, and has seen what it was to register.
+type noRing struct {
+	gio.Executor
+	seen []byte
+}
+
+func (r *noRing) Register(b []byte) (*gio.Memory, error) {
+	r.seen = b
+	return nil, ErrInvalid
+}
+
+// Memory for copies that cannot be registered is given back at once.
+func TestKeptStagingIsGivenBack(t *testing.T) {
+	k, ring := newKeeping(t, 2), &noRing{}
+	k.keeper.ring = ring
+	c := &keptCopier{keeper: k.keeper, most: 2}
+	require.ErrorIs(t, c.prepare(), ErrInvalid)
+	require.NotEmpty(t, ring.seen)
+	require.ErrorIs(t, unix.Munmap(ring.seen), unix.EINVAL, "it is mapped no more")
+	require.NoError(t, k.keeper.close(), "it is not given back twice")
 }
