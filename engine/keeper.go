@@ -118,6 +118,7 @@ type KeepStats struct {
 	Refused       uint64 // and declined once more
 	Evicted       uint64 // blocks that had to go for others
 	Bad           uint64 // whose bytes were not right any more
+	Failed        uint64 // that could not be copied to the drives; they are tried again when they are pinned again
 }
 
 // Spared is the bytes of what was declined and not brought to the drives since.

@@ -77,8 +77,15 @@ func (c *keptCopier) copy(blocks []*block) {
 		for n < len(blocks) && blocks[n].Key.Tenant == blocks[0].Key.Tenant {
 			n++
 		}
-		for left := c.there(blocks[:n]); len(left) > 0 && errors.Is(c.bring(left), errSpoiled); {
-			left = c.there(left)
+		for left := c.there(blocks[:n]); len(left) > 0; left = c.there(left) {
+			err := c.bring(left)
+			if errors.Is(err, errSpoiled) {
+				continue
+			}
+			if err != nil {
+				c.failed(len(left))
+			}
+			break
 		}
 		blocks = blocks[n:]
 	}
@@ -94,6 +101,12 @@ func (c *keptCopier) there(blocks []*block) (left []*block) {
 		}
 	}
 	return left
+}
+
+func (c *keptCopier) failed(blocks int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.stats.Failed += uint64(blocks)
 }
 
 // bring reserves blocks and stores those that are admitted.
@@ -154,16 +167,8 @@ func (c *keptCopier) write(id uint64, blocks []*block, grants []Grant) error {
 			return err
 		}
 	}
-	for _, rank := range ranks {
-		a := ioctl.Commit{Target: c.pool.target, Reserve: id, Rank: rank}
-		if err := c.pool.control.retryCall(func() error { return c.pool.control.verbs.Commit(&a) }); err != nil {
-			return err
-		}
-		if int(rank) == len(ranks)-1 {
-			if err := c.pool.control.ticket(a.Ticket); err != nil {
-				return err
-			}
-		}
+	if err := c.pool.CommitRanks(id, ranks...); err != nil {
+		return err
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()

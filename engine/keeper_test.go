@@ -17,12 +17,13 @@ import (
 // that to the drives: tests say when it is there.
 type keeping struct {
 	*Pool
-	t     *testing.T
-	mount *fakeMount
+	t      *testing.T
+	mount  *fakeMount
+	waited *[]uint64
 }
 
 func newKeeping(t *testing.T, slots int) *keeping {
-	c, f, _ := newControl(1 << 16)
+	c, f, waited := newControl(1 << 16)
 	f.declined = true
 	var g stripe.Geometry
 	for rank := range uint16(2) {
@@ -39,7 +40,7 @@ func newKeeping(t *testing.T, slots int) *keeping {
 	p, err := c.openPool(PoolSpec{Name: "pool", Identity: []byte("{}"), Geometry: g}, keep)
 	require.NoError(t, err)
 	require.EqualValues(t, slots, p.KeepStats().Slots)
-	return &keeping{p, t, f}
+	return &keeping{p, t, f, waited}
 }
 
 // reserved are the answers to a reservation of keys.
@@ -220,7 +221,7 @@ func TestKeptLeasesEnd(t *testing.T) {
 
 // A pool that is opened twice in a session has one memory for what is declined, and one that cannot be opened has none.
 func TestPoolKeepsOnce(t *testing.T) {
-	c, f, _ := newControl(1 << 16)
+	c, f, waited := newControl(1 << 16)
 	f.declined = true
 	d, err := drive.NewMemory("kept", KeepLeast)
 	require.NoError(t, err)
@@ -252,14 +253,14 @@ func TestPoolKeepsOnce(t *testing.T) {
 	b, err := s.OpenPool(spec)
 	require.NoError(t, err)
 	require.Equal(t, slots, b.KeepStats().Slots)
-	first := &keeping{a, t, f}
+	first := &keeping{a, t, f, waited}
 	grants := first.reserved(1, keys(1))
 	require.NoError(t, a.CommitRanks(1, 0))
 	found, err := b.Peek(0, keys(1))
 	require.NoError(t, err)
 	require.Equal(t, 1, found)
 	require.True(t, b.keeper.owns(grants[0].Slot))
-	second := (&keeping{b, t, f}).reserved(2, keys(2)[1:])
+	second := (&keeping{b, t, f, waited}).reserved(2, keys(2)[1:])
 	require.NotEqual(t, grants[0].Slot, second[0].Slot)
 
 	// A later failure leaves what there was.
@@ -332,4 +333,33 @@ func TestKeptStagingIsGivenBack(t *testing.T) {
 	require.NotEmpty(t, ring.seen)
 	require.ErrorIs(t, unix.Munmap(ring.seen), unix.EINVAL, "it is mapped no more")
 	require.NoError(t, k.keeper.close(), "it is not given back twice")
+}
+
+// A copy that fails is counted and leaves nothing behind; what is declined once more is committed like any reservation.
+func TestKeptCopyFails(t *testing.T) {
+	k := newKeeping(t, 2)
+	k.keeper.ring = &noRing{}
+	c := &keptCopier{keeper: k.keeper, most: 2}
+	all := keys(2)
+	k.stored(1, all)
+	k.pinned(1, all)
+	k.mount.declined = false
+	c.copy(k.keeper.next(2))
+	s := k.KeepStats()
+	require.EqualValues(t, 2, s.Failed)
+	require.EqualValues(t, 2, s.Blocks)
+	require.Zero(t, s.Written)
+	require.Len(t, k.mount.aborts, 1)
+	require.Contains(t, k.mount.reserved, uint64(1))
+	require.Len(t, k.mount.reserved, 1, "only what was stored")
+
+	require.NoError(t, k.Release(1))
+	require.Len(t, k.pinned(2, all), 2, "they are tried again")
+	k.mount.declined, *k.waited = true, nil
+	c.copy(k.keeper.next(2))
+	s = k.KeepStats()
+	require.EqualValues(t, 2, s.Refused)
+	require.EqualValues(t, 2, s.Failed)
+	require.Len(t, *k.waited, 2, "for both ranks")
+	require.Len(t, k.mount.aborts, 1)
 }

@@ -255,6 +255,7 @@ struct tuttifs_keep_stats {
 	uint64_t refused;  /* and declined once more */
 	uint64_t evicted;  /* that had to go for others */
 	uint64_t bad;      /* whose bytes were not right any more */
+	uint64_t failed;   /* that could not be brought to the drives when they were pinned */
 };
 int tuttifs_keep_stats(tuttifs_pool_t pool, struct tuttifs_keep_stats *stats);
 

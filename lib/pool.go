@@ -152,7 +152,7 @@ func goKeepStats(h C.uintptr_t, out *C.struct_tuttifs_keep_stats, text *C.char) 
 			size: out.size, slots: C.uint64_t(k.Slots), blocks: C.uint64_t(k.Blocks), slot_bytes: C.uint64_t(k.SlotBytes),
 			declined: C.uint64_t(k.Declined), kept: C.uint64_t(k.Kept), hits: C.uint64_t(k.Hits),
 			written: C.uint64_t(k.Written), refused: C.uint64_t(k.Refused), evicted: C.uint64_t(k.Evicted),
-			bad: C.uint64_t(k.Bad),
+			bad: C.uint64_t(k.Bad), failed: C.uint64_t(k.Failed),
 		}
 		return nil
 	})

@@ -181,7 +181,8 @@ type keptDocument struct {
 	Refused  uint64 `json:"refused_blocks"` // declined once more then
 	Evicted  uint64 `json:"evicted_blocks"`
 	Bad      uint64 `json:"bad_blocks"`
-	Spared   uint64 `json:"bytes_spared"` // declined, and not written since
+	Failed   uint64 `json:"failed_blocks"` // could not be brought to the drives
+	Spared   uint64 `json:"bytes_spared"`  // declined, and not written since
 }
 
 // keptDocument is nil where there was no host buffer.
@@ -191,7 +192,7 @@ func (r *replay) keptDocument() *keptDocument {
 		return nil
 	}
 	return &keptDocument{Blocks: k.Slots, Declined: k.Declined, Kept: k.Kept, Hit: k.Hits, Written: k.Written,
-		Refused: k.Refused, Evicted: k.Evicted, Bad: k.Bad, Spared: k.Spared()}
+		Refused: k.Refused, Evicted: k.Evicted, Bad: k.Bad, Failed: k.Failed, Spared: k.Spared()}
 }
 
 func (r *replay) document() replayDocument {

@@ -88,7 +88,8 @@ class PoolStats(Sized):
 
 class KeepStats(Sized):
     _fields_ = [("size", u32), ("reserved", u32)] + [(n, u64) for n in (
-        "slots", "blocks", "slot_bytes", "declined", "kept", "hits", "written", "refused", "evicted", "bad")]
+        "slots", "blocks", "slot_bytes", "declined", "kept", "hits", "written", "refused", "evicted", "bad",
+        "failed")]
 
 
 class Run(Checked):

@@ -375,6 +375,7 @@ class KeepStats:
     refused: int  # and declined once more
     evicted: int  # that had to go for others
     bad: int  # whose bytes were not right any more
+    failed: int  # that could not be brought to the drives when they were pinned
 
 
 @dataclasses.dataclass(frozen=True)
