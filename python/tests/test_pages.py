@@ -3,6 +3,7 @@
 import random
 import time
 import unittest
+import unittest.mock
 
 import tuttifs
 from tuttifs.pages import Holds, PageOptions, Pages, Region, Staging, attach, refuse_unknown, restorable
@@ -111,6 +112,21 @@ class OnAMount(unittest.TestCase):
         self.assertEqual((holds.end(keys[3]), holds.end(keys[0])), (True, False))
         holds.close()
         self.assertFalse(holds.end(keys[4]))
+
+    def test_held_piece_by_piece(self):
+        """A pin may be shorter than the run that is there: what follows is pinned as well."""
+        class Shorter:
+            lengths = [2, 0, 1]
+
+            def present(self, keys, tenant):
+                return [True] * 4 + [False]
+
+            def pin(self, keys, tenant):
+                return keys[:self.lengths.pop(0)]
+
+        keys = [bytes([i + 1]) * 32 for i in range(5)]
+        with unittest.mock.patch.object(self.pages, "_try", lambda what, otherwise: what(None, Shorter())):
+            self.assertEqual(self.pages.hold(keys), [(0, keys[:2]), (3, keys[3:4])])
 
     def test_gone(self):
         keys = [bytes([i + 1]) * 32 for i in range(4)]

@@ -233,7 +233,7 @@ class Pages:
 
     def hold(self, keys: Sequence[bytes]) -> List[Tuple[int, Pinned]]:
         """Pins the pages that are stored, until they are released: for each run of them the first's number, and its
-        pin."""
+        pin. A run that is partly in the session's own memory (`keep_bytes`) may take several pins."""
         held: List[Tuple[int, Pinned]] = []
 
         def pin(end: End, pool: Pool) -> None:
@@ -244,7 +244,7 @@ class Pages:
                 pinned = pool.pin(keys[at:at + n], tenant=self._options.tenant)
                 if len(pinned):
                     held.append((at, pinned))
-                at += n
+                at += max(1, len(pinned))  # none: it has gone meanwhile
         self._try(pin, None)
         return held
 
