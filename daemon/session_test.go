@@ -94,7 +94,7 @@ func TestRankDeathAborts(t *testing.T) {
 	require.Zero(t, issue(c, ioctl.CmdCommit, &one, 0))
 	require.NoError(t, b.Close())
 	require.Equal(t, uint32(ioctl.TicketFailed), c.wait(one.Ticket).State)
-	require.Equal(t, int32(ioctl.ESTALE), c.wait(one.Ticket).Errno)
+	require.Equal(t, int32(ioctl.ENOENT), c.wait(one.Ticket).Errno)
 	require.Equal(t, ioctl.ENOENT, issue(c, ioctl.CmdAbort, &ioctl.Abort{Target: open.Target, Reserve: 9}, 0))
 	stats := w.store.PoolByName("p").Stats()
 	require.Zero(t, stats.FilesReserved+stats.Files)
