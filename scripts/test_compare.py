@@ -1,5 +1,5 @@
-"""Tests of what compare_engines.py asks and of what it makes of the answers: `python3 -m unittest -v test_compare` in
-this directory."""
+"""Tests of what compare_engines.py asks and of what it makes of the answers, and of what compare_torch.py says beside
+its figures: `python3 -m unittest -v test_compare` in this directory."""
 
 import argparse
 import contextlib
@@ -10,6 +10,8 @@ import tempfile
 import unittest
 
 import compare_engines as c
+import compare_torch
+import ram_volume
 
 
 def record(*ids, tail=200):
@@ -188,6 +190,30 @@ class Report(unittest.TestCase):
             c.table(self.report(c.SYSTEMS, 4, loads=(1.0, 1.2)))
         for part in ("within noise", "tuttifs-layerwise 6016 of 6144", "Not compared, because less was found: 3"):
             self.assertIn(part, out.getvalue())
+
+
+class Torch(unittest.TestCase):
+    def test_table(self):
+        """Who copies, and whether drives were written before."""
+        s = compare_torch.spread([1.0, 2.0])
+        ratios = {"ms": s, "of_resident": s, "of_tuttifs": s}
+        r = {"gpu": "G", "torch": "2", "tokens": 1, "kv_bytes_per_token": 1, "where": "/w", "drives": 4, "pollers": 12,
+             "systems": {"tuttifs": "a mount"}, "cases": [{"cached_percent": 90, "systems": {"tuttifs": ratios}}],
+             "rates": {"tuttifs": {"store": s, "load": s}}, "bandwidth_tokens": 1}
+        for ahead in (True, False):
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                compare_torch.table({**r, "written_ahead": ahead})
+            self.assertIn("copy by 12 pollers", out.getvalue())
+            self.assertEqual("4 drives, written ahead" in out.getvalue(), ahead)
+
+    def test_drives(self):
+        """As large with and without what is written ahead, which is all of it or nothing."""
+        with tempfile.TemporaryDirectory() as d:
+            for ahead in (True, False):
+                volume = ram_volume.RamVolume("tuttifs", d, 1, 1 << 20, 1, ahead=ahead)
+                volume.fill(volume.paths[0])
+                made = os.stat(volume.paths[0])
+                self.assertEqual((made.st_size, made.st_blocks > 0), (1 << 20, ahead))
 
 
 if __name__ == "__main__":
