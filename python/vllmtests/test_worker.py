@@ -490,6 +490,14 @@ class Sleeping(Mounted):
             self.assertEqual(b.matched(request(f"q{tags}", prompt(1201 + bool(tags), files))), files * FILE)
 
 
+class Refused(Mounted):
+    def test_what_the_mount_does_not_take(self) -> None:
+        """At the start: the first step would be too late."""
+        for more in ({"lanes": 10000}, {"depth": 3}, {"store_bytes": 1}, {"slack_table": "/nonexistent"}):
+            with self.subTest(more), self.assertRaises(tuttifs.InvalidError):
+                Side(self, **more)
+
+
 class Scheduled(Mounted):
     """What a session's scheduler is told of steps."""
 

@@ -146,6 +146,29 @@ class Rank(NamedTuple):
     replicas: int = 1
 
 
+class Terms(NamedTuple):
+    """What a rank is a member of a session with."""
+
+    leads: bool
+    loads: int  # bytes of staging memory
+    stores: int
+    options: Dict[str, Any]  # of the session
+
+    @classmethod
+    def of(cls, options: Options, device: Any, rank: Rank) -> "Terms":
+        # Who leads loads elsewhere, and who follows stores nothing.
+        leads, half = rank.replicas > 1 and not rank.replica, options.staging_bytes // 2
+        loads, stores = 0 if leads else half, 0 if rank.replica else half
+        session: Dict[str, Any] = {
+            "lanes": options.lanes, "depth": options.depth, "store_bytes": options.store_bytes,
+            "slack_table": options.slack_table, "no_scheduler": not options.scheduler,
+            "any_slack_table": bool(options.slack_table and options.any_slack_table)}
+        if device.type == "cpu":
+            bounce = SHARED_BOUNCE if leads else BOUNCE
+            session.update(dma_bytes=loads + stores + options.store_bytes + bounce + RING, bounce_bytes=bounce)
+        return cls(leads, loads, stores, session)
+
+
 class End(Mounted):
     """This rank's membership in the scheduler's session, with the staging memory that comes with it.
 
@@ -162,24 +185,14 @@ class End(Mounted):
     def __init__(self, options: Options, attached: Attached, device: Any, rank: Rank) -> None:
         self.token = attached.token
         self.shapes = [Shape.of(s.group, attached.file_tokens) for s in attached.pools]
-        slot, half = max(s.slot_bytes for s in self.shapes), options.staging_bytes // 2
-        # Who leads loads elsewhere, and who follows stores nothing.
-        leads = rank.replicas > 1 and not rank.replica
-        loads, stores = 0 if leads else half, 0 if rank.replica else half
-        cpu, bounce = device.type == "cpu", SHARED_BOUNCE if leads else BOUNCE
+        slot, terms = max(s.slot_bytes for s in self.shapes), Terms.of(options, device, rank)
+        loads, stores, cpu = terms.loads, terms.stores, device.type == "cpu"
         self.leader: Optional[Leader] = None
         self.follower: Optional[Follower] = None
         self._slot = slot
-        more: Dict[str, Any] = {
-            "lanes": options.lanes, "depth": options.depth, "store_bytes": options.store_bytes,
-            "slack_table": options.slack_table, "no_scheduler": not options.scheduler,
-            "any_slack_table": bool(options.slack_table and options.any_slack_table)}
 
         def join(mount: Mount) -> Session:
-            if cpu:
-                return mount.join(attached.token, dma_bytes=loads + stores + options.store_bytes + bounce + RING,
-                                  bounce_bytes=bounce, **more)
-            return mount.join(attached.token, device, **more)
+            return mount.join(attached.token, device, **terms.options)
 
         def fill(session: Session) -> None:
             if cpu:
@@ -200,8 +213,8 @@ class End(Mounted):
         try:
             if rank.replica:
                 self.follower = Follower(attached.token, rank.number)
-            elif leads:
-                self._lead(options, attached, rank, half, cpu)
+            elif terms.leads:
+                self._lead(options, attached, rank, options.staging_bytes // 2, cpu)
         except BaseException:
             self.close()
             raise
@@ -322,6 +335,7 @@ class Worker:
         self._layers = max(len(g.layers) for g in caches.groups)
         self._asleep = self._closed = False  # the engine's blocks have no memory, or will not be used again
         self._check_memory()
+        self._check_options()
 
     def _check_memory(self) -> None:
         """Refuses a GPU whose memory is all taken: vLLM had measured it before anybody knew of this rank's share."""
@@ -333,6 +347,15 @@ class Worker:
         if free < needed:
             raise NoMemoryError(f"the connector needs {needed >> 20} MiB of device memory, {free >> 20} MiB are free: "
                                 "lower gpu_memory_utilization, or staging_bytes")
+
+    def _check_options(self) -> None:
+        """Refuses options that the mount does not take, by a session of this rank's own: the scheduler's begins with
+        the first step, and would go on without."""
+        terms = Terms.of(self.options, self.caches.device, self.rank)
+        try:
+            Mounted(self.options.path, lambda mount: mount.session(self.caches.device, **terms.options)).close()
+        except GONE as e:  # the scheduler says so, or goes on without
+            log.warning("tuttifs: options could not be checked: %s", e)
 
     # The session
 
