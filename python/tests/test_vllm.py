@@ -5,6 +5,7 @@ import dataclasses
 import os
 import random
 import tempfile
+import time
 import unittest
 from types import SimpleNamespace
 
@@ -441,6 +442,11 @@ class Schedule(Mounted):
             write("1")
             self.assertIsNone(key("h"))
             self.assertEqual(key("i", lora_int_id=3), first)
+            kept = os.stat(os.path.join(d, "weights"))
+            time.sleep(0.02)  # more than a tick of the clock of files
+            write("3")
+            os.utime(os.path.join(d, "weights"), ns=(kept.st_atime_ns, kept.st_mtime_ns))  # as a copy may have it
+            self.assertIsNone(key("j", lora_int_id=3))
 
     def test_a_failed_load(self):
         self.put(tuttifs.keys(PROMPT, 4))

@@ -407,15 +407,17 @@ class Scheduling:
 class Adapter(NamedTuple):
     """A LoRA adapter as it was first seen."""
 
-    files: List[Tuple[str, int, int]]
+    files: List[Tuple[str, int, int, int]]
     digest: Optional[bytes]
 
 
-def state_of_files(path: str) -> List[Tuple[str, int, int]]:
-    """Names, sizes and times of change of all files in a directory; empty where it cannot be read."""
+def state_of_files(path: str) -> List[Tuple[str, int, int, int]]:
+    """Names, sizes, numbers and times of change of all files in a directory; empty where it cannot be read. The times
+    are those that nobody can set: a copy may keep the others, and adapters of one shape have one size."""
     try:
         with os.scandir(path) as entries:
-            return sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in entries if e.is_file())
+            files = [(e.name, e.stat()) for e in entries if e.is_file()]
+        return sorted((name, s.st_size, s.st_ino, s.st_ctime_ns) for name, s in files)
     except OSError:
         return []
 
