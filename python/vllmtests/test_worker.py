@@ -682,6 +682,21 @@ class Ranks(Mounted):
         self.assertEqual(a.events, [])
         self.assertEqual(a.matched(request("b", tokens), 0), 0)
 
+    def test_who_reads_without_the_others_says_what_that_means(self) -> None:
+        """Once: a rank on another host is never found."""
+        b, tokens = Side(self, ranks=2, replicas=2, layerwise=True, scheduler=False), prompt(905, 2)
+        b.store(request("a", tokens), [table(1, 2)])
+        first = b.workers[0]._end
+        assert first is not None and first.leader is not None
+        with self.assertNoLogs("tuttifs.vllm"):
+            self.assertEqual(b.load(request("b", tokens), [table(2, 2)]), 2 * FILE)
+        first.leader._missing = 1
+        with self.assertLogs("tuttifs.vllm") as told:
+            for name in ("c", "d"):
+                self.assertEqual(b.load(request(name, tokens), [table(2, 2)]), 2 * FILE)
+        self.assertEqual(len(told.output), 1)
+        self.assertIn("layerwise", told.output[0])
+
     def test_replicas_have_one_copy(self) -> None:
         a, b = Side(self, ranks=2, replicas=2), Side(self, ranks=2, replicas=2)
         a.fill(1)

@@ -330,6 +330,7 @@ class Worker:
         self._waiting: List[Tuple[Progress, "concurrent.futures.Future[Outcome]"]] = []
         self._number = 0  # of the step
         self._tainted = 0  # the last step of which a load failed that it waited for
+        self._warned = False  # that steps which load store nothing
         self._loading = 0  # loads under way
         self._telling: Optional[End] = None  # whose scheduler is told of the layers of this step
         self._layers = max(len(g.layers) for g in caches.groups)
@@ -496,6 +497,10 @@ class Worker:
             outcome = done.result()
             if outcome.first_failed >= 0 or outcome.alone:
                 self._tainted = self._number
+            if outcome.alone and not self._warned:
+                self._warned = True
+                log.warning("tuttifs: steps that load store nothing: not all ranks with this one's KV read with it, and "
+                            "whether they have theirs it cannot know. Set layerwise to false, or have them on one host")
         self._waiting.clear()
 
     def finished_loads(self) -> Tuple[Set[str], Set[str], Set[int]]:
