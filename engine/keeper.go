@@ -70,7 +70,7 @@ type kept struct {
 type keptStore struct {
 	tenant uint32
 	keys   []Key
-	grants []Grant  // of those that the mount declined, by number
+	grants []Grant  // of those that the mount declined, by number; others are zero
 	blocks []*block // that are new here
 	ranks  []uint16 // that are committed
 	until  time.Time
@@ -387,7 +387,7 @@ func (k *keeper) reserve(tenant uint32, reserve uint64, items []Item, grants []G
 	}
 	if s != nil {
 		for i := range min(len(items), len(s.grants)) {
-			if grants[i].Status == ioctl.GrantDeclined {
+			if grants[i].Status == ioctl.GrantDeclined && s.grants[i] != (Grant{}) {
 				grants[i] = s.grants[i]
 			}
 		}

@@ -175,6 +175,10 @@ func TestKeptJoin(t *testing.T) {
 	require.Equal(t, []uint8{ioctl.GrantNew, ioctl.GrantDeclined}, []uint8{third[0].Status, third[1].Status})
 	require.NotEqual(t, pinned[0].Slot, third[0].Slot)
 
+	// What the mount admitted at first and declines now, its own reservation having ended, stays declined.
+	k.keeper.stores[3].grants[1] = Grant{}
+	require.EqualValues(t, ioctl.GrantDeclined, k.reserved(3, all[2:4])[1].Status)
+
 	// An id that is another reservation's now has the answers of that.
 	fourth := k.reserved(3, all[3:5])
 	require.EqualValues(t, ioctl.GrantNew, fourth[0].Status)
