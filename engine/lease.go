@@ -411,11 +411,11 @@ func (p *Pool) CommitRanks(reserve uint64, ranks ...uint16) error {
 			tickets = append(tickets, a.Ticket)
 		}
 	}
-	p.remember(key, 0)
 	var errs []error
 	for _, id := range tickets {
 		errs = append(errs, p.control.ticket(id))
 	}
+	p.remember(key, 0) // not before: the other ranks commit as many parts meanwhile
 	err := errors.Join(errs...)
 	if err != nil {
 		p.keeper.abort(reserve)

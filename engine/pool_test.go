@@ -396,6 +396,28 @@ func TestLargeBatches(t *testing.T) {
 	require.Len(t, slices.Compact(f.commits), parts, "each part once")
 }
 
+// A rank that commits while another one waits for it commits all parts too.
+func TestRanksCommitAllParts(t *testing.T) {
+	p, f, _ := newPool(t, 4096)
+	items := make([]Item, 500)
+	for i, key := range keys(500) {
+		items[i] = Item{Key: key, Tokens: 16}
+	}
+	_, err := p.Reserve(0, 1, items, false, make([]Grant, 500))
+	require.NoError(t, err)
+	parts, waits := len(f.reserved), 0
+	require.Greater(t, parts, 4)
+	p.control.wait = func(context.Context, uint64) error {
+		if waits++; waits == 1 {
+			return p.Commit(1, 1)
+		}
+		return nil
+	}
+	require.NoError(t, p.Commit(1, 0))
+	require.Len(t, f.commits, 2*parts)
+	require.Empty(t, p.parts)
+}
+
 func TestReserveIsAllOrNothing(t *testing.T) {
 	p, f, _ := newPool(t, 4096)
 	f.room = 300
