@@ -53,8 +53,8 @@ def identity(config: Any, chunk_bytes: int, revision: str, weights_epoch: int, d
     return {"model": str(config.model.name), "revision": f"{revision}, computed {digest(computed)}",
             "weights_epoch": weights_epoch, "dtype": f"{dtype}, cache {cache}", "quantisation": quantisation,
             "scale_format": scale_format, "page_bytes": chunk_bytes,
-            "layout": f"{version(vllm.__version__)}, {config.kv_cache_layout}, canonical {config.canonical_layout}, replicated "
-                      f"{config.replicated_layout}",
+            "layout": f"{version(vllm.__version__)}, {config.kv_cache_layout}, canonical {config.canonical_layout}, "
+                      f"replicated {config.replicated_layout}",
             "block_tokens": tokens, "file_tokens": tokens * config.cache.blocks_per_chunk, "tp": p.tp_size,
             "pp": p.pp_size, "cp": p.pcp_size * p.dcp_size,
             "group": f"chunks of all ranks, {digest([groups, p.world_size])}"}

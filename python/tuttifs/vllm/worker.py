@@ -37,6 +37,7 @@ LIBRARY_BYTES = 256 << 20  # of device memory, that a session with a GPU stages 
 SHARED_BOUNCE = 64 << 20  # where all loads are by bounce cells
 BOUNCE = 4 << 20  # for trailers: all else is in memory that controllers reach
 RING = 2 << 20  # for what the session keeps of its memory
+PAUSE_SECONDS = 300.0  # the longest between attempts to join one session
 TOKENS_MAX = 1 << 24  # that its scheduler takes a pass to have
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # copies need not know what they copy
 
@@ -398,7 +399,7 @@ class Worker:
     def _lose(self, token: bytes) -> None:
         """Goes on without a session for a while, for longer the more often: to join takes a step's time."""
         self._lost, self._join_at = token, time.monotonic() + self._pause
-        self._pause *= 2
+        self._pause = max(self._pause, min(2 * self._pause, PAUSE_SECONDS))
 
     # A step, in the order of vLLM's calls
 
@@ -499,8 +500,9 @@ class Worker:
                 self._tainted = self._number
             if outcome.alone and not self._warned:
                 self._warned = True
-                log.warning("tuttifs: steps that load store nothing: not all ranks with this one's KV read with it, and "
-                            "whether they have theirs it cannot know. Set layerwise to false, or have them on one host")
+                log.warning("tuttifs: steps that load store nothing: not all ranks with this one's KV read with it, "
+                            "and it cannot know whether they have theirs. Set layerwise to false, or have them on one "
+                            "host")
         self._waiting.clear()
 
     def finished_loads(self) -> Tuple[Set[str], Set[str], Set[int]]:
