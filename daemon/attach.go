@@ -137,13 +137,13 @@ func (c *Control) serve(conn *net.UnixConn, uid uint32) {
 		refuse(conn, r.Kind, err)
 		return
 	}
+	known() // before it hears so: it may go on to let another process attach
 	err = send(conn, &reply, fds)
 	fds.close()
 	if err != nil {
 		m.end("attaching: " + err.Error())
 		return
 	}
-	known()
 	_ = conn.SetReadDeadline(time.Time{})
 	m.converse(conn)
 }
