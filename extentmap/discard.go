@@ -41,7 +41,7 @@ type discarder struct {
 	timing bool
 	stop   bool
 	hurry  bool      // somebody needs the slots that fly
-	round  []pending // what was taken last
+	round  []pending // what is being discarded
 	flying int       // slots in commands, or past commands that were given up
 	counts [ondisk.MaxDrives]DiscardCounts
 	spared uint64
@@ -212,11 +212,11 @@ func (d *discarder) discardSlots(work []pending, n int) {
 		gaveUp, rest := d.discard(d.v.member(uint16(index)), mergeRanges(list), d.ends)
 		late, left = append(late, gaveUp...), left+rest
 	}
-	if left > 0 {
-		d.mu.Lock()
+	d.mu.Lock()
+	if d.round = nil; left > 0 {
 		d.spare(n) // some of them wholly, but it does not matter which
-		d.mu.Unlock()
 	}
+	d.mu.Unlock()
 	late.then(func() { d.release(work, n) })
 }
 
