@@ -149,9 +149,10 @@ class Tier(unittest.TestCase):
         tier.submit_store(self.job(1, [key], [0], False))
         self.assertTrue(self.done(tier).success)
         self.assertEqual(self.look(self.tier(memory), [key], "same"), [LookupResult.HIT])
-        for n, more in enumerate(({"dtype": "float16"}, {"computed": "rope"}, {"weights_epoch": 1}, {"revision": "s"},
-                                  {"quantisation": "fp8"}, {"scale_format": "tensor"},
-                                  {"spec": spec(model=offload.OffloadingModelConfig("m", "float8"))})):
+        changes: List[Any] = [
+            {"dtype": "float16"}, {"computed": "rope"}, {"weights_epoch": 1}, {"revision": "s"}, {"quantisation": "fp8"},
+            {"scale_format": "tensor"}, {"spec": spec(model=offload.OffloadingModelConfig("m", "float8"))}]
+        for n, more in enumerate(changes):
             self.assertEqual(self.look(self.tier(memory, **more), [key], f"{n}"), [LookupResult.MISS], more)
         with unittest.mock.patch("vllm.__version__", "0.31.0"):
             self.assertEqual(self.look(self.tier(memory), [key], "older"), [LookupResult.MISS])

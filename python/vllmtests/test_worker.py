@@ -359,7 +359,7 @@ class Failures(Mounted):
         def late(*arguments: Any) -> Any:
             time.sleep(0.05)
             return load(*arguments)
-        w._load = late  # type: ignore[method-assign]
+        w._load = late  # type: ignore[assignment]
         w.begin(step)
         w.start_loads(step)
         failed, bad = w.finished_loads()[1:]
@@ -381,7 +381,7 @@ class Failures(Mounted):
 
             def no_memory(*arguments: Any) -> None:
                 raise torch.OutOfMemoryError("no memory")
-            b.workers[0]._zero = no_memory  # type: ignore[method-assign]
+            b.workers[0]._zero = no_memory  # type: ignore[assignment]
             files = 4 - 2 * i
             self.assertEqual(b.load(r, [bt]), files * FILE)
             self.assertEqual((b.failed, b.bad), ({"b"}, set(bt[:2 * files])))
