@@ -45,7 +45,7 @@ SYSTEMS = ["none", "vllm-fs", "lmcache-disk", "tuttifs", "tuttifs-layerwise"]
 CLASSES = [("nothing", 0, 0), ("under half", 0, 0.5), ("half to 80 %", 0.5, 0.8), ("80 % and more", 0.8, 1)]
 MODEL = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
          "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-KV_BYTES = 2 * 8 * 8 * 64 * 4  # of a token
+KV_BYTES = 2 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"] * 4  # of a token
 STORE_BYTES = 8 * BLOCK * KV_BYTES  # whose time counts
 
 

@@ -17,7 +17,6 @@ import torch
 from kv_model import CopyAttributes, Dram
 
 
-
 def buffer(tensor):
     """The bytes of a tensor in host memory, without NumPy."""
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr())).cast("B")
@@ -107,7 +106,6 @@ class HostMemory:
     """All blocks in pinned host memory; a layer's compute waits for that layer."""
 
     about = "pinned host memory, layer by layer ahead of compute, one call of the copy engine for each layer"
-    block_multiple = 1
 
     def __init__(self, model, memory):
         self.copies = copies(model, Chunks(model, 1, memory))
@@ -138,7 +136,6 @@ class Files:
         self.chunks = Chunks(model, block_multiple, memory)
         self.copies = copies(model, self.chunks)
         self.root, self.block_multiple, self.piece = directory, block_multiple, piece_blocks
-        self.use("prompt")
 
     def use(self, names):
         """Files that follow have these names."""

@@ -30,9 +30,9 @@ pip() { "$dir/bin/python" -m pip --no-input --disable-pip-version-check "$@" >>"
 # shellcheck disable=SC2086 # one word a package
 pip install --no-deps $packages || cannot "$what cannot be had: see $log"
 if [ "$kind" = compare ]; then
-  packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+  site_packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
   # Behind this environment's own packages. addsitedir reads the other's .pth files as well.
-  echo "import site; site.addsitedir('$(packages "$3")')" >"$(packages "$dir")/zz_vllm.pth"
+  echo "import site; site.addsitedir('$(site_packages "$3")')" >"$(site_packages "$dir")/zz_vllm.pth"
   pip install --no-deps sortedcontainers aiofile caio aiofiles orjson nvtx redis httptools uvicorn ||
     cannot "what $what needs cannot be had: see $log"
   touch "$ready"

@@ -35,7 +35,7 @@ class Events:
         """What happened since the last call, in order; at once, [] for nothing. A call takes some 100 us.
 
         The daemon keeps a pool's last 65,536 events. `lost` is how many have been lost in all: when it grows, what is
-        held of the pool is to be looked up again (`Pool.peek`). Raises `StaleError` where the session is gone: a new
+        held of the pool is to be looked up again (`Pool.present`). Raises `StaleError` where the session is gone: a new
         one's events begin anew.
         """
         events: List[Event] = []

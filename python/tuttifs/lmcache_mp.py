@@ -76,13 +76,7 @@ def form(key: Any, shapes: Sequence[Any], dtypes: Sequence[Any]) -> Form:
 
 
 def object_bytes(f: Form) -> int:
-    size = 0
-    for shape, dtype in zip(f[3], f[4]):
-        n = dtype.itemsize
-        for d in shape:
-            n *= d
-        size += n
-    return size
+    return sum(dtype.itemsize * math.prod(shape) for shape, dtype in zip(f[3], f[4]))
 
 
 def identity(f: Form, o: PageOptions, chunk_size: int) -> Dict[str, Any]:

@@ -24,7 +24,7 @@ def follow(allocator: Any, sleeper: Sleeper) -> None:
         sleep(*arguments, **named)
 
     def discards(tags: Any) -> None:
-        if tags == TAG or TAG in tags:
+        if TAG in tags:
             sleeper.suspend()
         discard(tags)
 
