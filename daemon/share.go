@@ -217,11 +217,11 @@ func (c *Control) countReal(m *member) {
 
 // count adds to the total what the engine counted since the last time, as far as that can be.
 func (s *driveShare) count(total *realCounts, now time.Time) {
-	add := func(total, counted *uint64, now uint64) {
-		if n := now - *counted; n < countMost {
+	add := func(total, before *uint64, value uint64) {
+		if n := value - *before; n < countMost {
 			*total += n
 		}
-		*counted = now
+		*before = value
 	}
 	earned := uint64(min(now.Sub(s.countedAt), countSpan).Seconds() * countRate)
 	s.countedAt = now

@@ -245,9 +245,9 @@ type StatsDocument struct {
 	// Discards are what drives were told of freed slots, by index; slots that wait for that, or were handed out without.
 	Discards        map[string]DiscardStats `json:"discards"`
 	DiscardsWaiting uint64                  `json:"discards_waiting"`
+	DiscardsSpared  uint64                  `json:"discards_spared"`
 	// Doorbells are how the daemon rings the drives that it drives itself, by index.
-	Doorbells      map[string]DoorbellStats `json:"doorbells"`
-	DiscardsSpared uint64                   `json:"discards_spared"`
+	Doorbells map[string]DoorbellStats `json:"doorbells"`
 	// Phases are those of the drives in use, by index.
 	Phases map[string]PhaseStats `json:"phases"`
 	// Real is what engines did by queue pairs of the drives' own, by index: those of which any ever had one.

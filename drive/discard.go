@@ -3,9 +3,6 @@ package drive
 // Range is a part of a drive, in bytes.
 type Range struct{ Off, N int64 }
 
-// DiscardRangesMax is the most ranges of one command (Dataset Management).
-const DiscardRangesMax = 256
-
 // rangeDiscarder is a drive that takes many ranges in one command.
 type rangeDiscarder interface {
 	DiscardMost() int

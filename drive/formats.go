@@ -42,19 +42,12 @@ func FormatNVM(d Drive, lbaBytes int) error {
 
 // Of Format NVM.
 const (
-	opFormatNVM     = 0x80
-	formatPatience  = 15 * 60 * 1000 // milliseconds
-	oacsFormat      = 1 << 1
-	identifyOACS    = 256 // of Identify Controller
-	identifyFNA     = 524
-	fnaAll          = 1 << 0
-	cnsController   = 1
-	cnsNamespaces   = 2
-	identifyBytes   = LogBytesMax
-	partitionSuffix = `p\d+$`
+	formatPatience = 15 * 60 * 1000 // milliseconds
+	identifyOACS   = 256            // of Identify Controller
+	identifyFNA    = 524
 )
 
-var partition = regexp.MustCompile(`/nvme\d+n\d+` + partitionSuffix)
+var partition = regexp.MustCompile(`/nvme\d+n\d+p\d+$`)
 
 // Formats asks the namespace that a block device is.
 func (f *file) Formats() (list []nvme.LBAFormat, current int, err error) {
@@ -86,7 +79,7 @@ func (f *file) identifyNamespace() (n nvme.IdentifyNamespace, nsid uint32, err e
 	if errno != 0 {
 		return n, 0, fmt.Errorf("drive %s: number of its namespace: %w", f.name, errno)
 	}
-	b, err := f.identify(0, uint32(id))
+	b, err := f.identify(nvme.CNSNamespace, uint32(id))
 	if err != nil {
 		return n, 0, err
 	}
@@ -95,7 +88,7 @@ func (f *file) identifyNamespace() (n nvme.IdentifyNamespace, nsid uint32, err e
 
 // identify reads one of the structures.
 func (f *file) identify(cns, nsid uint32) ([]byte, error) {
-	buf := AlignedBuffer(identifyBytes)
+	buf := AlignedBuffer(nvme.IdentifyBytes)
 	defer FreeBuffer(buf)
 	c := identifyCommand(nsid, buf)
 	c.cdw10 = cns
@@ -125,7 +118,7 @@ func (f *file) FormatNVM(lbaBytes int) error {
 	}
 	var e nvme.SQE
 	nvme.BuildFormat(&e, 0, nsid, index)
-	c := adminCommand{opcode: opFormatNVM, nsid: nsid, cdw10: e.CDW10, timeoutMilli: formatPatience}
+	c := adminCommand{opcode: e.Opcode, nsid: e.NSID, cdw10: e.CDW10, timeoutMilli: formatPatience}
 	if err := f.admin(&c, nil); err != nil {
 		return fmt.Errorf("drive %s: format with blocks of %d bytes: %w", f.name, lbaBytes, err)
 	}
@@ -134,18 +127,18 @@ func (f *file) FormatNVM(lbaBytes int) error {
 
 // mayFormat refuses controllers that cannot format, or would format other namespaces too.
 func (f *file) mayFormat() error {
-	b, err := f.identify(cnsController, 0)
+	b, err := f.identify(nvme.CNSController, 0)
 	if err != nil {
 		return err
 	}
-	if binary.LittleEndian.Uint16(b[identifyOACS:])&oacsFormat == 0 {
+	if binary.LittleEndian.Uint16(b[identifyOACS:])&nvme.OACSFormat == 0 {
 		return fmt.Errorf("drive %s: its controller has no Format NVM: %w", f.name, ErrNoFormats)
 	}
-	list, err := f.identify(cnsNamespaces, 0)
+	list, err := f.identify(nvme.CNSActiveNamespaces, 0)
 	if err != nil {
 		return err
 	}
-	if b[identifyFNA]&fnaAll != 0 && binary.LittleEndian.Uint32(list[4:]) != 0 {
+	if b[identifyFNA]&nvme.FNAFormatAll != 0 && binary.LittleEndian.Uint32(list[4:]) != 0 {
 		return fmt.Errorf("drive %s: its controller formats all of its namespaces at once, and has several: %w", f.name,
 			ErrNoFormats)
 	}

@@ -31,9 +31,6 @@ const (
 	// namespaceIoctl is NVME_IOCTL_ID, which answers the namespace's number.
 	namespaceIoctl = 0x4e40
 
-	opGetLogPage = 0x02
-	opIdentify   = 0x06
-	pageFDPStats = 0x22
 	// identifyGroup is where ENDGID is in Identify Namespace (NVM 1.0 figure 97).
 	identifyGroup = 102
 	nsidAll       = 0xffffffff
@@ -85,7 +82,7 @@ func ReadLog(d Drive, page uint8, p []byte) error {
 	defer FreeBuffer(buf)
 	err := error(nil)
 	group := uint16(0)
-	if page == pageFDPStats {
+	if page == nvme.LogFDPStats {
 		group, err = f.enduranceGroup(buf)
 	}
 	if err == nil {
@@ -151,15 +148,15 @@ func logCommand(page uint8, group uint16, p []byte) adminCommand {
 		nsid = 0
 	}
 	return adminCommand{
-		opcode: opGetLogPage, nsid: nsid, addr: uint64(uintptr(unsafe.Pointer(&p[0]))), dataLen: uint32(len(p)),
+		opcode: nvme.AdminGetLogPage, nsid: nsid, addr: uint64(uintptr(unsafe.Pointer(&p[0]))), dataLen: uint32(len(p)),
 		cdw10: uint32(page) | retainEvents | words<<16, cdw11: words>>16 | uint32(group)<<16, timeoutMilli: logPatience,
 	}
 }
 
-// identifyCommand is Identify of a namespace into a buffer of LogBytesMax.
+// identifyCommand is Identify, of a namespace unless CDW10 is set, into a buffer of nvme.IdentifyBytes.
 func identifyCommand(nsid uint32, buf []byte) adminCommand {
-	return adminCommand{opcode: opIdentify, nsid: nsid, addr: uint64(uintptr(unsafe.Pointer(&buf[0]))),
-		dataLen: LogBytesMax, timeoutMilli: logPatience}
+	return adminCommand{opcode: nvme.AdminIdentify, nsid: nsid, addr: uint64(uintptr(unsafe.Pointer(&buf[0]))),
+		dataLen: nvme.IdentifyBytes, timeoutMilli: logPatience}
 }
 
 // adminError is the error of a completion's status, as the ioctl returns it.

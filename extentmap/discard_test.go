@@ -18,7 +18,7 @@ type batching struct {
 	commands, ranges *atomic.Int64
 }
 
-func (batching) DiscardMost() int { return drive.DiscardRangesMax }
+func (batching) DiscardMost() int { return 256 }
 
 func (b batching) DiscardRanges(list []drive.Range) (int, error) {
 	b.commands.Add(1)

@@ -462,7 +462,7 @@ func mediaError(b *bench) {
 // discardRanges: many ranges go in few commands, and what lies between them is what it was.
 func discardRanges(b *bench, d *vfio.Drive, base int64, model []byte) {
 	var ranges []drive.Range
-	for off := 1 << 20; off < len(model) && len(ranges) < drive.DiscardRangesMax; off += 4096 {
+	for off := 1 << 20; off < len(model) && len(ranges) < nvme.DSMRangesMax; off += 4096 {
 		ranges = append(ranges, drive.Range{Off: base + int64(off), N: 2048})
 	}
 	commands, err := drive.DiscardRanges(d, ranges)
