@@ -102,10 +102,10 @@ class Slots:
         """Where a layer's objects of some slots begin in the registered memory."""
         return [self._first + s * self._slot + shape.offsets[layer] + o for s in slots for o in shape.objects[layer]]
 
-    def layer(self, shape: "Shape", layer: int, dtype: Any) -> Any:
-        """A layer of all slots: [slots, numbers]."""
+    def layer(self, shape: "Shape", layer: int, cache: Any) -> Any:
+        """A layer of all slots, as blocks like those of the engine's cache: [slots, blocks of a file, ...]."""
         at = shape.offsets[layer]
-        return self._table[:, at:at + shape.sizes[layer]].view(dtype)
+        return self._table[:, at:at + shape.sizes[layer]].view(cache.dtype).view(-1, shape.blocks, *cache.shape[1:])
 
 
 class Shape(NamedTuple):
@@ -130,6 +130,12 @@ class Shape(NamedTuple):
             objects.append(tuple(starts))
             at += -(-b * n // UNIT) * UNIT
         return cls(tuple(offsets), tuple(b * n for b in group.block_bytes), tuple(objects), at, n)
+
+
+def copy_blocks(targets: List[Any], sources: List[Any]) -> None:
+    """Copies blocks in host memory, block by block. Indices would have every number copied by itself, and twice: at less
+    than half of memory's speed. In one call, or this thread would stand in line for Python's lock after each block."""
+    torch._foreach_copy_(targets, sources)
 
 
 def check_staging(options: Options, groups: Sequence[Group], file_tokens: int) -> None:
@@ -280,13 +286,20 @@ class Progress:
             torch.cuda.current_stream().wait_event(copied)
 
 
-class Wanted(NamedTuple):
-    """Which blocks of a batch are copied to where, as indices on the device."""
+class Indices(NamedTuple):
+    """For copies by a GPU."""
 
-    slots: Any  # where the slots are
+    slots: Any  # where the slots are; the others on the device
     rows: Any  # of the blocks in these slots; None for all
     places: Any
-    any: bool
+
+
+class Wanted(NamedTuple):
+    """Which blocks of a batch are copied to where."""
+
+    places: List[int]  # the engine's blocks
+    sources: List[Tuple[int, int]]  # each one's slot, and its number there
+    indices: Optional[Indices]  # None on a CPU
 
 
 class Outcome(NamedTuple):
@@ -728,26 +741,33 @@ class Worker:
     def _wanted(self, part: LoadPart, shape: Shape, slots: Sequence[int], first: int, last: int,
                 shared: bool) -> Wanted:
         """Which of the blocks in slots go where. Shared slots are in host memory."""
-        places, rows = [], []
+        places, sources, rows = [], [], []
         for k, file in enumerate(part.blocks[first:last]):
             for j, block in enumerate(file):
                 if block != NULL_BLOCK:
                     places.append(block)
+                    sources.append((slots[k], j))
                     rows.append(k * shape.blocks + j)
+        if not self._cuda:
+            return Wanted(places, sources, None)
         with self._on(self._stream):
             device = torch.device("cpu") if shared else self.caches.device
             numbers = torch.tensor(slots[:last - first], dtype=torch.int64, device=device)
             some = None if len(rows) == (last - first) * shape.blocks else self._index(rows)
-            return Wanted(numbers, some, self._index(places), bool(places))
+            return Wanted(places, sources, Indices(numbers, some, self._index(places)))
 
     def _scatter(self, slots: Slots, shape: Shape, group: int, layer: int, wanted: Wanted) -> Any:
         """Copies a layer to the blocks where it is wanted. Returns the copy's event on a GPU."""
-        if not wanted.any:
+        if not wanted.places:
             return None
         cache = self.caches.layers[group][layer]
+        staged, at = slots.layer(shape, layer, cache), wanted.indices
+        if at is None:
+            copy_blocks([cache[b] for b in wanted.places], [staged[source] for source in wanted.sources])
+            return None
         with self._on(self._stream):
-            staged = slots.layer(shape, layer, cache.dtype)[wanted.slots].to(cache.device).view(-1, *cache.shape[1:])
-            cache[wanted.places] = staged if wanted.rows is None else staged[wanted.rows]
+            blocks = staged[at.slots].to(cache.device).flatten(0, 1)
+            cache[at.places] = blocks if at.rows is None else blocks[at.rows]
             return self._record()
 
     def _zero(self, part: LoadPart, failed: Set[int]) -> None:
@@ -785,10 +805,15 @@ class Worker:
                 if not slots:  # the session has ended meanwhile
                     self._settle(store.number)
                     return
-                places = self._index([b for file in part.blocks[at:at + len(slots)] for b in file])
-                taken, shape = self._index(slots), end.shapes[part.group]
+                blocks, shape = [b for file in part.blocks[at:at + len(slots)] for b in file], end.shapes[part.group]
+                places, taken = (self._index(blocks), self._index(slots)) if self._cuda else (None, None)
                 for layer, cache in enumerate(self.caches.layers[part.group]):
-                    end.stores.layer(shape, layer, cache.dtype)[taken] = cache[places].reshape(len(slots), -1)
+                    staged = end.stores.layer(shape, layer, cache)
+                    if places is None:
+                        copy_blocks([staged[s, j] for s in slots for j in range(shape.blocks)],
+                                    [cache[b] for b in blocks])
+                    else:
+                        staged[taken] = cache[places].unflatten(0, (len(slots), shape.blocks))
                 event = self._record()
                 last = at + len(slots) == len(part.blocks)
                 self._storer.submit(self._write, end, Gathered(store, number, at, slots, event, last))
