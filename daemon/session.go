@@ -379,7 +379,8 @@ func (m *member) attachLane(i int) error {
 			err = fmt.Errorf("daemon: lane %d: %w", i, err)
 			return errors.Join(err, l.quiesce(time.Now().Add(m.c.o.QuiesceTimeout)))
 		}
-		m.pollers[i%len(m.pollers)].Add(l.queues[d])
+		// The queues of a lane go to different threads, so that its chunk arrives as soon as it can.
+		m.pollers[(i*len(m.drives)+d)%len(m.pollers)].Add(l.queues[d])
 	}
 	l.live = true
 	return nil
@@ -397,7 +398,7 @@ func (m *member) blockAt(lane, d int) (off, n int) {
 
 // startPollers starts the threads that serve the member's queues. The caller holds setup.
 func (m *member) startPollers() error {
-	for i := range min(m.c.o.Pollers, len(m.lanes)) {
+	for i := range min(m.c.o.Pollers, len(m.lanes)*len(m.drives)) {
 		c := emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
 			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)}
 		if i == 0 && len(m.shared.shares) > 0 {

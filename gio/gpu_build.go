@@ -1,6 +1,7 @@
 package gio
 
 import (
+	"math"
 	"sync/atomic"
 	"unsafe"
 
@@ -160,6 +161,23 @@ func (l *gpuLane) room() uint32 {
 	return room - l.unbuilt
 }
 
+// load is the bytes of the chunks that a lane has.
+func (l *gpuLane) load() (n uint64) {
+	if l.active != nil {
+		n = l.active.payload
+	}
+	for _, c := range l.ahead {
+		n += c.payload
+	}
+	return n
+}
+
+// carries says whether a lane has chunks, and those of a batch's kind.
+func (l *gpuLane) carries(t *gpuTicket) bool {
+	write, none := l.direction()
+	return !none && write == t.write && l.store == t.deferred
+}
+
 // hungry says whether less than half of what a lane may have built is left.
 func (l *gpuLane) hungry() bool {
 	left := uint32(0)
@@ -169,18 +187,26 @@ func (l *gpuLane) hungry() bool {
 	return int(left) <= l.g.depth/2
 }
 
-// buildSome launches one build for a batch: of chunks that were built in vain, one at a time, or of the next ones, as
-// many as lanes have room for.
-func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
-	hungry := false
+// survey looks at what lanes have before a build for a batch is put together. It says whether one is needed.
+func (th *ioThread) survey(t *gpuTicket) (hungry bool) {
 	if t.write {
 		th.carrying = th.writing()
 	}
+	th.least = math.MaxUint64
 	for i, l := range th.g.lanes {
-		th.open[i] = th.takes(l, t)
+		th.open[i], th.load[i] = th.takes(l, t), l.load()
 		hungry = hungry || th.open[i] && (t.write && len(l.ahead) <= 1 || !t.write && l.hungry())
+		if l.building && l.carries(t) {
+			th.least = min(th.least, th.load[i])
+		}
 	}
-	if !hungry || th.flying == launchesMax {
+	return hungry
+}
+
+// buildSome launches one build for a batch: of chunks that were built in vain, one at a time, or of the next ones, as
+// many as lanes have room for.
+func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
+	if !th.survey(t) || th.flying == launchesMax {
 		return false, nil
 	}
 	from, again := t.next, false
@@ -205,39 +231,63 @@ func (th *ioThread) buildSome(t *gpuTicket, now int64) (bool, error) {
 	return true, th.launchBuild(t, from, to, now)
 }
 
-// assign gives a chunk to the next lane that takes it.
+// assign gives a chunk to the lane with the least to do of those that take it, in turns. Lanes that take none because a
+// build of theirs is under way will in a moment: until then none gets more than a chunk beyond what they have, or few
+// lanes would have all to do while the others rest.
 func (th *ioThread) assign(c *gpuChunk) bool {
-	lanes := th.g.lanes
-	for range lanes {
-		th.lane = (th.lane + 1) % len(lanes)
-		l := lanes[th.lane]
-		if !th.open[th.lane] || l.room() < c.count {
-			continue
+	number := -1
+	for i := range th.g.lanes {
+		i = (th.lane + 1 + i) % len(th.g.lanes)
+		if th.willing(i, c) && (number < 0 || th.load[i] < th.load[number]) {
+			number = i
 		}
-		if write, none := l.direction(); c.t.write && !none && write && len(l.ahead) >= writeAhead {
-			continue
-		} else if none && c.t.write && !l.store {
-			if th.carrying >= int(writeLanes(th.g.alive.Load())) {
-				continue
-			}
-			th.carrying++
-		}
-		l.ahead = append(l.ahead, c)
-		l.unbuilt += c.count
-		k := &c.t.memory.chunks[c.index]
-		*k = cuda.KernelChunk{First: c.first, Count: c.count, Lane: uint32(l.number)}
-		switch {
-		case c.place.count > 0:
-			k.Cells = th.g.store.address(c.place)
-		case !c.direct:
-			k.Cells = l.cellsBase
-		}
-		if th.g.gpu.BuildPerChunk {
-			th.open[th.lane] = false
-		}
+	}
+	if number < 0 || th.load[number] > th.least {
+		return false
+	}
+	th.give(c, number)
+	return true
+}
+
+// willing says whether a lane takes a chunk.
+func (th *ioThread) willing(number int, c *gpuChunk) bool {
+	l := th.g.lanes[number]
+	if !th.open[number] || l.room() < c.count {
+		return false
+	}
+	if !c.t.write {
 		return true
 	}
-	return false
+	_, none := l.direction()
+	switch {
+	case !none:
+		return len(l.ahead) < writeAhead
+	case l.store:
+		return true
+	}
+	return th.carrying < int(writeLanes(th.g.alive.Load()))
+}
+
+// give puts a chunk behind what a lane has.
+func (th *ioThread) give(c *gpuChunk, number int) {
+	l := th.g.lanes[number]
+	if _, none := l.direction(); none && c.t.write && !l.store {
+		th.carrying++
+	}
+	th.lane, th.load[number] = number, th.load[number]+c.payload
+	l.ahead = append(l.ahead, c)
+	l.unbuilt += c.count
+	k := &c.t.memory.chunks[c.index]
+	*k = cuda.KernelChunk{First: c.first, Count: c.count, Lane: uint32(l.number)}
+	switch {
+	case c.place.count > 0:
+		k.Cells = th.g.store.address(c.place)
+	case !c.direct:
+		k.Cells = l.cellsBase
+	}
+	if th.g.gpu.BuildPerChunk {
+		th.open[number] = false
+	}
 }
 
 func (th *ioThread) launchBuild(t *gpuTicket, from, to int, now int64) error {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"runtime"
 	"slices"
@@ -818,10 +819,15 @@ func TestGPUAllocations(t *testing.T) {
 			ctxs[i].Slot %= 64
 		}
 		for _, write := range []bool{false, true} {
+			// The rest is the fake's: slices that grow with a batch, and how often its controller looks, which is more
+			// often on a busy machine. So the least of a few counts.
 			cost := func(n int) float64 {
-				return testing.AllocsPerRun(10, func() { b.run(write, ctxs[:n]) })
+				least := math.Inf(1)
+				for range 4 {
+					least = min(least, testing.AllocsPerRun(4, func() { b.run(write, ctxs[:n]) }))
+				}
+				return least
 			}
-			// The rest is the fake's: slices that grow with a batch, and how often its controller looks.
 			small := cost(few)
 			require.LessOrEqual(t, small, 60.0, "polling %v, write %v", polling, write)
 			require.LessOrEqual(t, cost(many), small+(many-few)/10, "polling %v, write %v", polling, write)

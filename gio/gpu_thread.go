@@ -26,14 +26,16 @@ type ioThread struct {
 	flow          gpuFlow
 	taken         [2]int // batches of reads and of writes so far
 	launches      [launchesMax]launch
-	flying        int    // launches under way
-	harvests      int    // of them
-	gathers       int    // likewise
-	open          []bool // by lane, while a build is put together
-	lane          int    // that had the last chunk
-	rang          bool   // in this round: pollers that sleep are to be woken
-	looks         bool   // the scheduler looks for events of compute's
-	carrying      int    // lanes with writes, likewise
+	flying        int      // launches under way
+	harvests      int      // of them
+	gathers       int      // likewise
+	open          []bool   // by lane, while a build is put together
+	load          []uint64 // likewise: bytes of the chunks it has
+	least         uint64   // likewise: of what lanes have that a build is under way for
+	lane          int      // that had the last chunk
+	rang          bool     // in this round: pollers that sleep are to be woken
+	looks         bool     // the scheduler looks for events of compute's
+	carrying      int      // lanes with writes, likewise
 	work          *cuda.HostMemory
 	hung          bool  // the GPU may still be at work on what batches have
 	failure       error // of a call of CUDA, where it could not be returned
@@ -67,7 +69,7 @@ const (
 
 func (th *ioThread) setUp(g *GPU) (err error) {
 	th.g = g
-	th.open = make([]bool, len(g.lanes))
+	th.open, th.load = make([]bool, len(g.lanes)), make([]uint64, len(g.lanes))
 	queues := len(g.lanes) * len(g.config.Lanes[0])
 	c := carver{}
 	th.carve(&c, queues)
