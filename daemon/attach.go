@@ -16,6 +16,7 @@ import (
 
 	"tuttifs/ioctl"
 	"tuttifs/nvme"
+	"tuttifs/nvme/emu"
 )
 
 // attachPatience is how long a connection may take to say what it wants.
@@ -383,7 +384,7 @@ func (m *member) build(r *ioctl.AttachRequest) (descriptors, error) {
 	*word64(s.queues, ioctl.NonceWord) = c.nonce
 	*word32(s.queues, ioctl.StateWord) = ioctl.SessionLive
 	m.depth = r.Depth
-	m.dma, m.authority = &dmaMemory{b: s.dma, base: ioctl.DMABase}, authority{leases: m.leases}
+	m.dma, m.authority = &emu.Region{Base: ioctl.DMABase, Bytes: s.dma}, authority{leases: m.leases}
 	if r.Mode == ioctl.ModeReal {
 		if err := m.handOver(&fds); err != nil {
 			fds.close()
@@ -420,7 +421,7 @@ func (m *member) describe(reply *ioctl.AttachReply, fds descriptors) {
 	reply.DMABytes, reply.DMABase = uint64(len(m.shared.dma)), ioctl.DMABase
 	reply.Nonce, reply.SGL, reply.CommandBytes = c.nonce, 1, commandBytes
 	if r := m.real; r != nil {
-		reply.Mode, reply.DMABase, reply.CommandBytes = ioctl.ModeReal, m.dma.base, r.commandBytes
+		reply.Mode, reply.DMABase, reply.CommandBytes = ioctl.ModeReal, m.dma.Base, r.commandBytes
 		if !r.sgl {
 			reply.SGL = 0
 		}

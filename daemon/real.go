@@ -177,7 +177,7 @@ func (m *member) mapReal(controllers []*vfio.Controller) error {
 		return fmt.Errorf("%w: %w", ioctl.ENOMEM, err)
 	}
 	r.mapped = append(r.mapped, dma...)
-	m.dma.base = dma[0].IOVA
+	m.dma.Base = dma[0].IOVA
 	return nil
 }
 

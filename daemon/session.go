@@ -46,7 +46,7 @@ type member struct {
 	pollers   []*poller
 	drives    []driveController // that it has queues to, in the order of the attach reply
 	depth     uint32
-	dma       *dmaMemory
+	dma       *emu.Region
 	authority authority
 	real      *realSide // nil: all is mediated
 
@@ -331,20 +331,6 @@ func (s *shared) unmap() {
 		_ = ioctl.Unmap(*b)
 		*b = nil
 	}
-}
-
-// dmaMemory is a member's DMA memory as controllers see it.
-type dmaMemory struct {
-	b    []byte
-	base uint64 // I/O address of its first byte
-}
-
-func (d *dmaMemory) Translate(iova uint64, n uint32) []byte {
-	off := iova - d.base
-	if iova < d.base || off > uint64(len(d.b)) || uint64(n) > uint64(len(d.b))-off {
-		return nil
-	}
-	return d.b[off : off+uint64(n) : off+uint64(n)]
 }
 
 // authority lets controllers ask a member's leases about each command.

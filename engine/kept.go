@@ -36,7 +36,7 @@ type keptMemory struct {
 	controller *emu.Controller
 	pollers    []*emu.Poller
 	running    sync.WaitGroup
-	dma        dmaRegion
+	dma        emu.Region
 	depth      int
 	deadline   time.Duration
 	queues     []byte       // of all lanes
@@ -46,24 +46,10 @@ type keptMemory struct {
 	used int64 // bytes that pools have
 }
 
-// dmaRegion is the session's DMA memory as the controller reaches it.
-type dmaRegion struct {
-	base   uint64
-	memory []byte
-}
-
-func (r dmaRegion) Translate(iova uint64, n uint32) []byte {
-	off := iova - r.base
-	if iova < r.base || off > uint64(len(r.memory)) || uint64(n) > uint64(len(r.memory))-off {
-		return nil
-	}
-	return r.memory[off : off+uint64(n) : off+uint64(n)]
-}
-
 // newKeptMemory makes the memory and its queues, one for each lane of what was attached.
 func newKeptMemory(o *SessionOptions, a *ioctl.Attachment) (k *keptMemory, err error) {
 	r := &a.Reply
-	k = &keptMemory{dma: dmaRegion{r.DMABase, a.DMA}, depth: int(r.Depth), deadline: o.Deadline,
+	k = &keptMemory{dma: emu.Region{Base: r.DMABase, Bytes: a.DMA}, depth: int(r.Depth), deadline: o.Deadline,
 		attached: make([]*emu.Queue, r.Lanes)}
 	defer func() {
 		if err != nil {
@@ -120,7 +106,7 @@ func (k *keptMemory) attach(lane int) error {
 	if err != nil {
 		return err
 	}
-	q, err := k.controller.Attach(emu.QueueConfig{Memory: memory, DMA: k.dma})
+	q, err := k.controller.Attach(emu.QueueConfig{Memory: memory, DMA: &k.dma})
 	if err != nil {
 		return err
 	}

@@ -148,7 +148,7 @@ func (r *gpuRig) attach(controller *emu.Controller, dma []byte, depth int) (gio.
 	if err != nil {
 		return gio.Queue{}, err
 	}
-	q, err := controller.Attach(emu.QueueConfig{Memory: memory, DMA: benchRegion(dma)})
+	q, err := controller.Attach(emu.QueueConfig{Memory: memory, DMA: benchMemory(dma)})
 	if err != nil {
 		return gio.Queue{}, err
 	}

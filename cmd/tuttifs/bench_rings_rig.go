@@ -24,15 +24,8 @@ const benchLayers = 8
 // benchDMABase is where the engine's memory lies in the controllers' view.
 const benchDMABase = 1 << 40
 
-// benchRegion is that memory.
-type benchRegion []byte
-
-func (m benchRegion) Translate(iova uint64, n uint32) []byte {
-	if iova < benchDMABase || iova-benchDMABase > uint64(len(m)) || uint64(n) > uint64(len(m))-(iova-benchDMABase) {
-		return nil
-	}
-	return m[iova-benchDMABase : iova-benchDMABase+uint64(n)]
-}
+// benchMemory is that memory.
+func benchMemory(b []byte) *emu.Region { return &emu.Region{Base: benchDMABase, Bytes: b} }
 
 // benchDrives is the drives of a part with their controllers, and the map over them.
 type benchDrives struct {
@@ -188,7 +181,7 @@ func (r *benchRig) attach(i int, dma []byte, depth int) (gio.Queue, error) {
 	if err != nil {
 		return gio.Queue{}, err
 	}
-	q, err := r.b.controllers[i].Attach(emu.QueueConfig{Memory: memory, DMA: benchRegion(dma)})
+	q, err := r.b.controllers[i].Attach(emu.QueueConfig{Memory: memory, DMA: benchMemory(dma)})
 	if err != nil {
 		return gio.Queue{}, err
 	}

@@ -71,7 +71,7 @@ func newDriveLoad(d drive.Drive, area int64, write bool) (l *driveLoad, err erro
 	if l.poller, err = emu.NewPoller(emu.PollerConfig{}); err != nil {
 		return l, err
 	}
-	if l.queue, err = l.controller.Attach(emu.QueueConfig{Memory: l.memory, DMA: benchRegion(l.data)}); err != nil {
+	if l.queue, err = l.controller.Attach(emu.QueueConfig{Memory: l.memory, DMA: benchMemory(l.data)}); err != nil {
 		return l, err
 	}
 	l.poller.Add(l.queue)

@@ -32,7 +32,7 @@ const PeerBase = 1 << 60
 // region is the DMA memory of one rig as controllers see it, device memory where they reach it, and queue memory where
 // they are told its addresses.
 type region struct {
-	dma    []byte
+	dma    emu.Region
 	reach  func(address uint64, n uint32) []byte
 	blocks [][]byte
 }
@@ -47,10 +47,7 @@ func (m *region) Translate(iova uint64, n uint32) []byte {
 		}
 		return nil
 	}
-	if iova < dmaBase || iova-dmaBase > uint64(len(m.dma)) || uint64(n) > uint64(len(m.dma))-(iova-dmaBase) {
-		return nil
-	}
-	return m.dma[iova-dmaBase : iova-dmaBase+uint64(n)]
+	return m.dma.Translate(iova, n)
 }
 
 // sector gives a drive another logical block size.
@@ -318,7 +315,7 @@ func (r *Rig) makeControllers() {
 		require.NoError(r.t, err)
 		r.Controllers = append(r.Controllers, c)
 	}
-	r.region = &region{dma: r.dma}
+	r.region = &region{dma: emu.Region{Base: dmaBase, Bytes: r.dma}}
 	if s.Peer {
 		r.region.reach = r.subject.Reach
 	}

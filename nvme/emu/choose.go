@@ -70,16 +70,6 @@ func (c *Controller) compare() (Backend, string) {
 	return URing, why
 }
 
-// flat is a Memory of one region from address 0.
-type flat []byte
-
-func (m flat) Translate(iova uint64, n uint32) []byte {
-	if iova > uint64(len(m)) || uint64(n) > uint64(len(m))-iova {
-		return nil
-	}
-	return m[iova : iova+uint64(n)]
-}
-
 // timeReads reads through a queue of its own. What the drive still has when it returns ends in the background.
 func (c *Controller) timeReads(b Backend) (time.Duration, error) {
 	queueBytes := nvme.QueueBytes(2 * measureDepth)
@@ -120,7 +110,7 @@ func (c *Controller) timeReadsIn(mem []byte, p *Poller, queueBytes int) (time.Du
 		return 0, 0, err
 	}
 	private.faults.Store(c.faults.Load())
-	q, err := private.Attach(QueueConfig{Memory: qm, DMA: flat(mem[queueBytes:])})
+	q, err := private.Attach(QueueConfig{Memory: qm, DMA: &Region{Bytes: mem[queueBytes:]}})
 	if err != nil {
 		return 0, 0, err
 	}

@@ -46,7 +46,7 @@ const (
 )
 
 func entriesAt[T nvme.SQE | nvme.CQE](t *testing.T, mem []byte, at uint64, n uint32) []T {
-	e, ok := mapEntries[T](flat(mem), at, n)
+	e, ok := mapEntries[T](&Region{Bytes: mem}, at, n)
 	require.True(t, ok)
 	return e
 }
@@ -55,7 +55,7 @@ func newDriver(t *testing.T, cfg Config) *driver {
 	c, err := New(cfg)
 	require.NoError(t, err)
 	d := &driver{t: t, c: c, mem: mmapTest(t, memEnd)}
-	c.SetHostMemory(flat(d.mem))
+	c.SetHostMemory(&Region{Bytes: d.mem})
 	t.Cleanup(c.Close)
 	return d
 }
@@ -229,7 +229,7 @@ func TestEnableRefuses(t *testing.T) {
 			require.Equal(t, uint64(nvme.CSTSFatal), d.c.ReadRegister(nvme.RegCSTS, 4))
 			d.c.WriteRegister(nvme.RegCC, 0, 4)
 			require.Zero(t, d.c.ReadRegister(nvme.RegCSTS, 4))
-			d.c.SetHostMemory(flat(d.mem))
+			d.c.SetHostMemory(&Region{Bytes: d.mem})
 			d.enable()
 		})
 	}

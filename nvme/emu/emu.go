@@ -43,6 +43,21 @@ type Memory interface {
 	Translate(iova uint64, n uint32) []byte
 }
 
+// Region is a Memory of one piece.
+type Region struct {
+	Base  uint64 // I/O address of its first byte
+	Bytes []byte
+}
+
+// Translate gives the bytes at an I/O address, and no capacity beyond them.
+func (r *Region) Translate(iova uint64, n uint32) []byte {
+	off := iova - r.Base
+	if iova < r.Base || off > uint64(len(r.Bytes)) || uint64(n) > uint64(len(r.Bytes))-off {
+		return nil
+	}
+	return r.Bytes[off : off+uint64(n) : off+uint64(n)]
+}
+
 // Access is what Authority granted: opaque to the controller.
 type Access struct {
 	Slot  uint32

@@ -112,7 +112,7 @@ func FuzzSQE(f *testing.F) {
 		h := &host{t: f, c: c, p: p, phase: 1, dma: dma, raw: guarded(f, nvme.QueueBytes(2))}
 		h.qm, err = nvme.MapQueue(h.raw, 2)
 		require.NoError(f, err)
-		h.q, err = c.Attach(QueueConfig{Memory: h.qm, DMA: regionMemory{dmaBase, dma}, Authority: a})
+		h.q, err = c.Attach(QueueConfig{Memory: h.qm, DMA: &Region{dmaBase, dma}, Authority: a})
 		require.NoError(f, err)
 		p.Add(h.q)
 		s.h = h
@@ -202,7 +202,7 @@ func (x *hostile) attach(t testing.TB) {
 	clear(x.dma)
 	qm, err := nvme.MapQueue(x.raw, hostileDepth)
 	require.NoError(t, err)
-	x.queue, err = x.controller.Attach(QueueConfig{Memory: qm, DMA: regionMemory{dmaBase, x.dma}, Authority: x.guard})
+	x.queue, err = x.controller.Attach(QueueConfig{Memory: qm, DMA: &Region{dmaBase, x.dma}, Authority: x.guard})
 	require.NoError(t, err)
 	x.poller.Add(x.queue)
 	x.bad = &host{t: t, c: x.controller, p: x.poller, q: x.queue, qm: qm, raw: x.raw, dma: x.dma, phase: 1}

@@ -29,18 +29,6 @@ type host struct {
 // dmaBase is where DMA memory lies in the host's address space: not zero, so that forgotten addresses are noticed.
 const dmaBase = 0x1_0000_0000
 
-type regionMemory struct {
-	base uint64
-	b    []byte
-}
-
-func (m regionMemory) Translate(iova uint64, n uint32) []byte {
-	if iova < m.base {
-		return nil
-	}
-	return flat(m.b).Translate(iova-m.base, n)
-}
-
 func mmapTest(t testing.TB, n int) []byte {
 	t.Helper()
 	b, err := unix.Mmap(-1, 0, n, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_ANONYMOUS)
@@ -75,7 +63,7 @@ func attachHost(t testing.TB, c *Controller, p *Poller, a Authority, depth, dmaB
 	var err error
 	h.qm, err = nvme.MapQueue(h.raw, depth)
 	require.NoError(t, err)
-	h.q, err = c.Attach(QueueConfig{Memory: h.qm, DMA: regionMemory{dmaBase, h.dma}, Authority: a})
+	h.q, err = c.Attach(QueueConfig{Memory: h.qm, DMA: &Region{dmaBase, h.dma}, Authority: a})
 	require.NoError(t, err)
 	p.Add(h.q)
 	t.Cleanup(func() { _ = h.q.Quiesce(time.Now().Add(5 * time.Second)) })
@@ -146,4 +134,25 @@ func (h *host) rw(write bool, cid uint16, lba uint64, nlb uint32, off uint64) nv
 	list := words(h.dma[at:])
 	require.NoError(h.t, e.SetPRP(dmaBase+off, n, list, dmaBase+at))
 	return e
+}
+
+func TestRegionBounds(t *testing.T) {
+	const base = dmaBase
+	d := Region{Base: base, Bytes: make([]byte, 8192)}
+	for _, x := range []struct {
+		iova uint64
+		n    uint32
+		ok   bool
+	}{
+		{base, 8192, true}, {base, 0, true}, {base + 8192, 0, true}, {base + 4096, 4096, true}, {base + 8191, 1, true},
+		{base, 8193, false}, {base + 8192, 1, false}, {base + 4096, 4097, false}, {base - 1, 1, false}, {0, 1, false},
+		{^uint64(0), 1, false}, {^uint64(0), ^uint32(0), false}, {base + 1<<32, 1, false}, {base - 4096, 8192, false},
+	} {
+		got := d.Translate(x.iova, x.n)
+		require.Equal(t, x.ok, got != nil, "%#x+%d", x.iova, x.n)
+		if x.ok {
+			require.Len(t, got, int(x.n))
+			require.Equal(t, int(x.n), cap(got))
+		}
+	}
 }
