@@ -47,7 +47,7 @@ type ioThread struct {
 	queried       int64 // when kernels under way were asked for errors
 	now           int64 // when the round began
 	idle          int   // rounds in which nothing happened
-	overdue       int   // grows with naps in a row for what is overdue
+	overdue       int   // grows with looks in a row for what is overdue
 	oversleep     int64 // what naps last longer than asked for, nanoseconds
 	buildParams   cuda.BuildParams
 	harvestParams cuda.HarvestParams
@@ -65,6 +65,9 @@ const (
 	spinRounds  = 4   // before the first nap
 	quietRounds = 100 // before naps are long
 	quietNanos  = 50_000
+
+	overdueRounds = 4           // before the first nap for what is overdue
+	overdueNanos  = int64(1024) // of that nap
 )
 
 func (th *ioThread) setUp(g *GPU) (err error) {
@@ -215,14 +218,19 @@ func (th *ioThread) nap(nanoseconds int64) (rung bool) {
 }
 
 // napUntil sleeps until about due. What naps have lasted longer than asked for is asked for less. What is overdue is
-// looked for at once, and less often the longer it does not come: looks cost more than all the rest.
+// looked for again at once: a nap, however short, takes the time of several looks. What does not come then is looked for
+// less and less often.
 func (th *ioThread) napUntil(due int64) {
 	asked := min(due-th.now-th.oversleep, checkNanos)
-	if asked > 0 {
+	switch {
+	case asked > 0:
 		th.overdue = 0
-	} else {
-		asked = min(int64(1)<<th.overdue, napNanoseconds)
-		th.overdue = min(th.overdue+2, 16)
+	case th.overdue < overdueRounds:
+		th.overdue++
+		return
+	default:
+		asked = min(overdueNanos<<(th.overdue-overdueRounds), napNanoseconds)
+		th.overdue = min(th.overdue+2, overdueRounds+8)
 	}
 	if !th.nap(asked) {
 		th.oversleep += (min(th.g.now()-th.now-asked, quietNanos) - th.oversleep) / 8
