@@ -218,8 +218,8 @@ func (th *ioThread) nap(nanoseconds int64) (rung bool) {
 }
 
 // napUntil sleeps until about due. What naps have lasted longer than asked for is asked for less. What is overdue is
-// looked for again at once: a nap, however short, takes the time of several looks. What does not come then is looked for
-// less and less often.
+// looked for again at once: a nap, however short, takes the time of several looks. What does not come then is looked
+// for less and less often.
 func (th *ioThread) napUntil(due int64) {
 	asked := min(due-th.now-th.oversleep, checkNanos)
 	switch {

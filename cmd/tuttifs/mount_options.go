@@ -162,9 +162,8 @@ var mountOptionTable = []mountOption{
 			s.daemon.Admission.Prices, err = readPrices(v)
 			return err
 		}},
-	{"pollers", "N", "polling threads of a session (default 1)", func(s *mountSettings, v string) error {
-		return parsePositive(v, 64, &s.daemon.Pollers)
-	}},
+	{"pollers", "N", "polling threads of a session (default: one a drive, a quarter of the cores at most)",
+		func(s *mountSettings, v string) error { return parsePositive(v, 64, &s.daemon.Pollers) }},
 	{"io", "auto|uring|pread", "way of engines' commands to the drives (default auto)",
 		func(s *mountSettings, v string) error {
 			way, ok := ioWays[v]
