@@ -358,3 +358,21 @@ func TestHangUpEndsTheMember(t *testing.T) {
 	require.Equal(t, ioctl.ESTALE, issue(c, ioctl.CmdPin, &pin, 0))
 	require.Equal(t, ioctl.EBUSY, issue(c, ioctl.CmdSessionCreate, &ioctl.Session{}, 0), "one membership a file")
 }
+
+// TestPollersShareQueues: no more pollers than queues, whatever lane these are of. What SSDs serve themselves is none
+// of them.
+func TestPollersShareQueues(t *testing.T) {
+	w := newWorld(t, gpufile.Options{NoIO: true}, ControlOptions{Pollers: 64})
+	c := w.open(true)
+	_, a := c.session(ioctl.AttachOptions{Lanes: 3, Depth: 64, DMABytes: 1 << 20})
+	drives := a.Reply.Drives
+	require.Greater(t, drives, uint32(1))
+	require.Equal(t, 3*drives, a.Reply.Pollers)
+
+	m := member{drives: make([]driveController, 3)}
+	require.Equal(t, 3, m.mediated())
+	m.real = &realSide{drives: []bool{true, false, true}}
+	require.Equal(t, 1, m.mediated())
+	m.real.drives[1] = true
+	require.Zero(t, m.mediated())
+}

@@ -428,7 +428,7 @@ func checkMap(t *testing.T, c *client, a *ioctl.Attachment, pool ioctl.Target, g
 
 func TestDefaultPollers(t *testing.T) {
 	for _, x := range []struct{ drives, cores, want int }{
-		{4, 1, 1}, {4, 2, 1}, {4, 7, 1}, {4, 8, 2}, {4, 16, 4}, {4, 128, 4}, {1, 128, 1}, {8, 16, 4},
+		{4, 1, 1}, {4, 2, 1}, {4, 15, 1}, {4, 16, 2}, {4, 32, 4}, {4, 128, 4}, {1, 128, 1}, {8, 48, 6},
 	} {
 		require.Equal(t, x.want, defaultPollers(x.drives, x.cores), "%d drives, %d cores", x.drives, x.cores)
 	}

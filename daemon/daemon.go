@@ -38,7 +38,7 @@ type Options struct {
 	Admission         wear.GateOptions
 	Quotas            map[uint32]uint64 // of tenants, bytes; 0 for none
 	Endurance         wear.Ratings      // of the drives, for the status
-	Pollers           int               // polling threads of a session; 0: by drives and cores
+	Pollers           int               // polling threads of a process in its session; 0: by drives and cores
 	Backend           emu.Backend       // way of engines' commands to the drives
 	Profiles          DriveProfiles     // of modelled drives
 	Phases            phase.Options     // of reads and writes on each drive; Stuck follows from DriveTimeout
@@ -90,9 +90,10 @@ func (o *Options) fill() {
 	}
 }
 
-// defaultPollers is how many polling threads a session has: one moves 5 to 14 GB/s of a drive's bytes, which is what an
-// SSD does, and takes a core while it does. A quarter of the cores leaves enough for engines.
-func defaultPollers(drives, cores int) int { return max(1, min(drives, cores/4)) }
+// defaultPollers is how many polling threads a process has in its session: one moves 5 to 14 GB/s of a drive's bytes,
+// which is what an SSD does, and takes a core while it does. Several processes, as ranks are, are to leave cores to
+// engines.
+func defaultPollers(drives, cores int) int { return max(1, min(drives, cores/8)) }
 
 // CheckMountPoint explains why dir cannot be mounted on.
 func CheckMountPoint(dir string) error {

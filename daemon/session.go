@@ -347,6 +347,7 @@ func (a authority) Complete(e emu.Access, ok bool) { a.leases.Complete(gpufile.A
 func (m *member) attachLane(i int) error {
 	l := &m.lanes[i]
 	l.queues, l.pairs = make([]*emu.Queue, len(m.drives)), make([]*realPair, len(m.drives))
+	queue := i * m.mediated() // of those that the daemon serves
 	for d := range m.drives {
 		b := m.block(i, d)
 		if m.real.has(d) {
@@ -366,7 +367,8 @@ func (m *member) attachLane(i int) error {
 			return errors.Join(err, l.quiesce(time.Now().Add(m.c.o.QuiesceTimeout)))
 		}
 		// The queues of a lane go to different threads, so that its chunk arrives as soon as it can.
-		m.pollers[(i*len(m.drives)+d)%len(m.pollers)].Add(l.queues[d])
+		m.pollers[queue%len(m.pollers)].Add(l.queues[d])
+		queue++
 	}
 	l.live = true
 	return nil
@@ -382,9 +384,20 @@ func (m *member) blockAt(lane, d int) (off, n int) {
 	return ioctl.SessionPageBytes + (lane*len(m.drives)+d)*n, n
 }
 
-// startPollers starts the threads that serve the member's queues. The caller holds setup.
+// mediated is how many queues of a lane the daemon serves.
+func (m *member) mediated() (n int) {
+	for d := range m.drives {
+		if !m.real.has(d) {
+			n++
+		}
+	}
+	return n
+}
+
+// startPollers starts the threads that serve the member's queues, and one where that is none, which speaks for real
+// pairs. The caller holds setup.
 func (m *member) startPollers() error {
-	for i := range min(m.c.o.Pollers, len(m.lanes)*len(m.drives)) {
+	for i := range max(1, min(m.c.o.Pollers, len(m.lanes)*m.mediated())) {
 		c := emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
 			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)}
 		if i == 0 && len(m.shared.shares) > 0 {

@@ -196,7 +196,7 @@ func (th *ioThread) survey(t *gpuTicket) (hungry bool) {
 	for i, l := range th.g.lanes {
 		th.open[i], th.load[i] = th.takes(l, t), l.load()
 		hungry = hungry || th.open[i] && (t.write && len(l.ahead) <= 1 || !t.write && l.hungry())
-		if l.building && l.carries(t) {
+		if l.building && l.state < laneQuiescing && !l.rewinds && l.carries(t) {
 			th.least = min(th.least, th.load[i])
 		}
 	}

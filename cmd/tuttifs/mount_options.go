@@ -162,7 +162,7 @@ var mountOptionTable = []mountOption{
 			s.daemon.Admission.Prices, err = readPrices(v)
 			return err
 		}},
-	{"pollers", "N", "polling threads of a session (default: one a drive, a quarter of the cores at most)",
+	{"pollers", "N", "polling threads of each engine process (default: one a drive, an eighth of the cores at most)",
 		func(s *mountSettings, v string) error { return parsePositive(v, 64, &s.daemon.Pollers) }},
 	{"io", "auto|uring|pread", "way of engines' commands to the drives (default auto)",
 		func(s *mountSettings, v string) error {

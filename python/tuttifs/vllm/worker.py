@@ -133,8 +133,9 @@ class Shape(NamedTuple):
 
 
 def copy_blocks(targets: List[Any], sources: List[Any]) -> None:
-    """Copies blocks in host memory, block by block. Indices would have every number copied by itself, and twice: at less
-    than half of memory's speed. In one call, or this thread would stand in line for Python's lock after each block."""
+    """Copies blocks in host memory, block by block, by the call that PyTorch's optimizers use. Indices would have every
+    number copied by itself, and twice: at less than half of memory's speed from blocks of 18 KiB on; below, their lists
+    cost as much. In one call, or this thread would stand in line for Python's lock after each block."""
     torch._foreach_copy_(targets, sources)
 
 
