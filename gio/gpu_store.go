@@ -323,7 +323,9 @@ func (th *ioThread) mayWrite(c *gpuChunk, now int64) bool {
 			l.oldest = min(l.oldest, x.ahead[0].since)
 		}
 	}
-	g.store.describe(&l)
+	if g.store.describe(&l) {
+		return true
+	}
 	grant := g.pacer.writes(now, &l)
 	if grant.allows(l.next) {
 		return true

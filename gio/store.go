@@ -268,17 +268,21 @@ func (s *storeBuffer) fail(err error) {
 func (s *storeBuffer) pressed() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.used > len(s.taken)*3/4 || s.blocked != 0
+	return s.pressedLocked()
 }
 
-// describe fills in what a pacer is to know.
-func (s *storeBuffer) describe(l *load) {
+func (s *storeBuffer) pressedLocked() bool { return s.used > len(s.taken)*3/4 || s.blocked != 0 }
+
+// describe fills in what a pacer is to know. It is true where none is to be asked, because the buffer is pressed: it may
+// have been filled since somebody looked.
+func (s *storeBuffer) describe(l *load) (pressed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	l.fill, l.size = uint64(s.used*s.grain), s.stats.Size
 	if len(s.awaited) > 0 {
 		l.awaited = s.awaited[0]
 	}
+	return s.pressedLocked()
 }
 
 // await says that somebody waits for the end of deferred writes, until the returned function is called. It is safe to

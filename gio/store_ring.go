@@ -167,7 +167,9 @@ func (r *Ring) mayWrite(t *ringTicket) bool {
 		next: t.rest(t.chunk), deferred: f.waiting.size(), writing: f.writing.size(),
 		reads: f.reads.size(), reading: f.reading.size(), oldest: oldest,
 	}
-	r.store.describe(&l)
+	if r.store.describe(&l) {
+		return true
+	}
 	g := r.pacer.writes(clock(), &l)
 	if g.allows(l.next) {
 		return true
