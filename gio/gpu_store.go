@@ -309,11 +309,8 @@ func (th *ioThread) mayRead(l *gpuLane, now int64) bool {
 // mayWrite says whether a deferred write may go. The pacer is asked once a round when it says no.
 func (th *ioThread) mayWrite(c *gpuChunk, now int64) bool {
 	g, f := th.g, &th.flow
-	if g.store.pressed() {
-		return true
-	}
 	if f.denied == now {
-		return false
+		return g.store.pressed()
 	}
 	l := load{
 		next: c.size(), deferred: f.waiting, writing: f.writing, reads: f.reads, reading: f.reading, oldest: c.since,

@@ -273,8 +273,8 @@ func (s *storeBuffer) pressed() bool {
 
 func (s *storeBuffer) pressedLocked() bool { return s.used > len(s.taken)*3/4 || s.blocked != 0 }
 
-// describe fills in what a pacer is to know. It is true where none is to be asked, because the buffer is pressed: it
-// may have been filled since somebody looked.
+// describe fills in what a pacer is to know. It is true where none is to be asked, because the buffer is pressed: one
+// look, since a store may fill it between two.
 func (s *storeBuffer) describe(l *load) (pressed bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

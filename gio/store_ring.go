@@ -153,9 +153,6 @@ func (r *Ring) mayRead(t *ringTicket) bool {
 
 // mayWrite says whether the first deferred write may be issued. Ring.mu is held.
 func (r *Ring) mayWrite(t *ringTicket) bool {
-	if r.store.pressed() {
-		return true
-	}
 	f := &r.flow
 	wakes := f.wakes.Load()
 	oldest := t.since
