@@ -32,10 +32,10 @@ type ioThread struct {
 	open          []bool   // by lane, while a build is put together
 	load          []uint64 // likewise: bytes of the chunks it has
 	least         uint64   // likewise: of what lanes have that a build is under way for
+	carrying      int      // likewise: lanes with writes
 	lane          int      // that had the last chunk
 	rang          bool     // in this round: pollers that sleep are to be woken
 	looks         bool     // the scheduler looks for events of compute's
-	carrying      int      // lanes with writes, likewise
 	work          *cuda.HostMemory
 	hung          bool  // the GPU may still be at work on what batches have
 	failure       error // of a call of CUDA, where it could not be returned
