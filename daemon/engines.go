@@ -41,6 +41,8 @@ type EngineStats struct {
 	KeptHits               uint64  `json:"kept_hits"`
 	KeptWritten            uint64  `json:"kept_written"`
 	KeptEvicted            uint64  `json:"kept_evicted"`
+	KeptFailed             uint64  `json:"kept_failed"`
+	KeptBad                uint64  `json:"kept_bad"`
 	SparedBytes            uint64  `json:"spared_bytes"`
 	DoorbellWrites         uint64  `json:"doorbell_writes"` // of registers of SSDs whose queue pairs it has
 	DoorbellsSaved         uint64  `json:"doorbell_writes_saved"`
@@ -72,8 +74,8 @@ func newEngineStats(c *ioctl.EngineCounters) EngineStats {
 		EstimatesErrorSeconds: seconds(c.ErrorNanos), StoreBufferBytes: c.StoreBytes,
 		StoreBufferFilledBytes: c.StoreFilledBytes, StoresRefused: c.StoreRefused,
 		StoresBlockedSeconds: seconds(c.StoreBlockedNanos), DeclinedBlocks: c.DeclinedBlocks, KeptBlocks: c.KeptBlocks,
-		KeptHits: c.KeptHits, KeptWritten: c.KeptWritten, KeptEvicted: c.KeptEvicted, SparedBytes: c.SparedBytes,
-		DoorbellWrites: c.DoorbellWrites,
+		KeptHits: c.KeptHits, KeptWritten: c.KeptWritten, KeptEvicted: c.KeptEvicted, KeptFailed: c.KeptFailed,
+		KeptBad: c.KeptBad, SparedBytes: c.SparedBytes, DoorbellWrites: c.DoorbellWrites,
 		DoorbellsSaved: c.DoorbellsSaved,
 	}
 }
@@ -182,6 +184,10 @@ var engineMetrics = []metric[EngineStats]{
 		func(s *EngineStats) uint64 { return s.KeptWritten }),
 	counter("kept_evicted_total", "Blocks that had to go from there for others.",
 		func(s *EngineStats) uint64 { return s.KeptEvicted }),
+	counter("kept_failed_total", "Blocks pinned there that could not be brought to the drives.",
+		func(s *EngineStats) uint64 { return s.KeptFailed }),
+	counter("kept_bad_total", "Blocks there whose bytes were not right any more.",
+		func(s *EngineStats) uint64 { return s.KeptBad }),
 	gauge("spared_bytes", "Bytes of declined blocks that were not brought to the drives.",
 		func(s *EngineStats) uint64 { return s.SparedBytes }),
 	counter("doorbell_writes_total", "Writes of doorbell registers of SSDs.",

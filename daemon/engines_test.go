@@ -25,7 +25,7 @@ func TestEngines(t *testing.T) {
 	require.Empty(t, d.stats().Engines, "nothing was written")
 
 	c := ioctl.EngineCounters{Version: ioctl.EngineCountersVersion, Passes: 3, BubbleNanos: 1_500_000_000,
-		IssuedDecodeBytes: 4096}
+		IssuedDecodeBytes: 4096, KeptEvicted: 4, KeptFailed: 5, KeptBad: 6}
 	c.Publish(a1.Queues)
 	hostile := ioctl.EngineCounters{Version: ioctl.EngineCountersVersion}
 	for v, i := reflect.ValueOf(&hostile).Elem(), 3; i < v.NumField(); i++ {
@@ -35,7 +35,8 @@ func TestEngines(t *testing.T) {
 	engines := d.stats().Engines
 	require.Len(t, engines, 2)
 	one := engines[strconv.Itoa(int(s1.ID))]
-	require.Equal(t, EngineStats{Passes: 3, BubbleSeconds: 1.5, Issued: Issued{Decode: 4096}}, one)
+	require.Equal(t, EngineStats{Passes: 3, BubbleSeconds: 1.5, Issued: Issued{Decode: 4096}, KeptEvicted: 4,
+		KeptFailed: 5, KeptBad: 6}, one)
 	require.EqualValues(t, uint64(1<<64-1), engines[strconv.Itoa(int(s2.ID))].StoresRefused)
 	_ = content(t, d, "stats")
 

@@ -122,8 +122,10 @@ func (c *keptCopier) bring(blocks []*block) error {
 	}
 	if err != nil {
 		_ = c.pool.abortPart(id, 0) // it may not be there
+		return err
 	}
-	return err
+	c.failed(len(blocks) - n) // the drives had no room for them
+	return nil
 }
 
 // reserve repeats a reservation while space is being freed, until the deadline or the keeper's end.

@@ -366,4 +366,21 @@ func TestKeptCopyFails(t *testing.T) {
 	require.EqualValues(t, 2, s.Failed)
 	require.Len(t, *k.waited, 2, "for both ranks")
 	require.Len(t, k.mount.aborts, 1)
+
+	require.NoError(t, k.Release(2))
+	k.pinned(3, all)
+	k.mount.room = 1
+	c.copy(k.keeper.next(2))
+	s = k.KeepStats()
+	require.EqualValues(t, 3, s.Refused)
+	require.EqualValues(t, 3, s.Failed, "for one there was no room")
+	require.EqualValues(t, 2, s.Blocks)
+
+	k.keeper.mu.Lock()
+	k.keeper.spoiled(k.keeper.find(0, &all[0]))
+	k.keeper.mu.Unlock()
+	page := ioctl.EngineCounters{KeptFailed: 10}
+	(&Session{keepers: []*keeper{k.keeper, k.keeper}}).countKept(&page)
+	require.Equal(t, ioctl.EngineCounters{DeclinedBlocks: 4, KeptBlocks: 4, KeptHits: 12, SparedBytes: 4 * s.SlotBytes,
+		KeptFailed: 16, KeptBad: 2}, page, "of all pools")
 }

@@ -175,6 +175,10 @@ func TestMountKeeper(t *testing.T) {
 	require.Eventually(t, func() bool { return u.pool.KeepStats().Bad == 2 }, 20*time.Second, time.Millisecond)
 	require.Zero(t, count(keyLists[0]))
 	require.Zero(t, u.pool.KeepStats().Written)
+	require.Eventually(t, func() bool {
+		shown, _ := engineStats(t, v, u.session.ID())
+		return shown.KeptHits == 2 && shown.KeptBad == 2
+	}, 20*time.Second, 20*time.Millisecond, "the mount shows it")
 
 	// Pushed out: the oldest goes first, and what is pinned never does.
 	stored := func(seed uint64) []Key {

@@ -169,14 +169,20 @@ func (s *Session) publish() {
 		EstimatedNanos: nanos(c.Estimated), TookNanos: nanos(c.Took), ErrorNanos: nanos(c.EstimateError),
 		StoreBytes: b.Size, StoreFilledBytes: b.Fill, StoreRefused: b.Refused, StoreBlockedNanos: b.BlockedNanos,
 	}
+	s.countKept(&page)
+	page.DoorbellWrites, page.DoorbellsSaved = s.ring.Doorbells()
+	page.Publish(s.attach.Queues)
+}
+
+// countKept adds up what the session's pools have counted of blocks that were declined.
+func (s *Session) countKept(page *ioctl.EngineCounters) {
 	s.keeping.Lock()
+	defer s.keeping.Unlock()
 	for _, k := range s.keepers {
 		x := k.report()
 		page.DeclinedBlocks, page.KeptBlocks = page.DeclinedBlocks+x.Declined, page.KeptBlocks+x.Kept
 		page.KeptHits, page.KeptWritten = page.KeptHits+x.Hits, page.KeptWritten+x.Written
 		page.KeptEvicted, page.SparedBytes = page.KeptEvicted+x.Evicted, page.SparedBytes+x.Spared()
+		page.KeptFailed, page.KeptBad = page.KeptFailed+x.Failed, page.KeptBad+x.Bad
 	}
-	s.keeping.Unlock()
-	page.DoorbellWrites, page.DoorbellsSaved = s.ring.Doorbells()
-	page.Publish(s.attach.Queues)
 }

@@ -727,8 +727,10 @@ struct tuttifs_engine_counters {
 	uint64_t spared_bytes; /* of those declined that were not brought to the drives */
 	uint64_t doorbell_writes; /* of SSDs' own doorbell registers */
 	uint64_t doorbells_saved; /* that doorbell buffers made unnecessary */
+	uint64_t kept_failed; /* of KeptHits, those that could not be brought to the drives */
+	uint64_t kept_bad; /* whose bytes were not right any more */
 };
-TUTTIFS_SIZE(tuttifs_engine_counters, 328);
+TUTTIFS_SIZE(tuttifs_engine_counters, 344);
 
 /* TUTTIFS_ENGINE_COUNTERS_VERSION is what this version writes. */
 #define TUTTIFS_ENGINE_COUNTERS_VERSION 1

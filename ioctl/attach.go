@@ -219,6 +219,8 @@ type EngineCounters struct {
 	SparedBytes       uint64 // of those declined that were not brought to the drives
 	DoorbellWrites    uint64 // of SSDs' own doorbell registers
 	DoorbellsSaved    uint64 // that doorbell buffers made unnecessary
+	KeptFailed        uint64 // of KeptHits, those that could not be brought to the drives
+	KeptBad           uint64 // whose bytes were not right any more
 }
 
 // EngineCountersVersion is what this version writes.
