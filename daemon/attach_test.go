@@ -5,6 +5,8 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -368,11 +370,40 @@ func TestPollersShareQueues(t *testing.T) {
 	drives := a.Reply.Drives
 	require.Greater(t, drives, uint32(1))
 	require.Equal(t, 3*drives, a.Reply.Pollers)
+}
 
-	m := member{drives: make([]driveController, 3)}
-	require.Equal(t, 3, m.mediated())
-	m.real = &realSide{drives: []bool{true, false, true}}
-	require.Equal(t, 1, m.mediated())
-	m.real.drives[1] = true
-	require.Zero(t, m.mediated())
+// TestQueuesAreDealt: the queues of a lane that the daemon serves go to as many pollers as there are, all pollers have
+// equally many, but for one, and none has a queue that its SSD serves.
+func TestQueuesAreDealt(t *testing.T) {
+	for lanes := 1; lanes <= 9; lanes++ {
+		for _, own := range []string{"-", "o", "--", "-o", "oo", "---", "o-o", "-oo-", "-----", "o--o--o", "--------",
+			strings.Repeat("-o", ioctl.DrivesMax/2)} {
+			for _, most := range []int{1, 2, 3, 4, 5, 8, 64, 1000} {
+				m := member{c: &Control{o: ControlOptions{Pollers: most}}, lanes: make([]lane, lanes),
+					drives: make([]driveController, len(own)), real: &realSide{}}
+				for _, o := range own {
+					m.real.drives = append(m.real.drives, o == 'o')
+				}
+				mediated := strings.Count(own, "-")
+				require.Equal(t, mediated, m.mediated())
+				m.pollers = make([]*poller, m.pollerCount())
+				require.Len(t, m.pollers, max(1, min(most, lanes*mediated)))
+				loads := make([]int, len(m.pollers))
+				for i := range lanes {
+					distinct := map[int]bool{}
+					dealt := m.dealt(i)
+					require.Len(t, dealt, len(own))
+					for d, p := range dealt {
+						require.Equal(t, own[d] == 'o', p == ownQueue)
+						if p != ownQueue {
+							distinct[p] = true
+							loads[p]++
+						}
+					}
+					require.Len(t, distinct, min(mediated, len(m.pollers)), "%d of %d lanes, %s, %d pollers", i, lanes, own, most)
+				}
+				require.LessOrEqual(t, slices.Max(loads)-slices.Min(loads), 1, "%d lanes, %s, %d pollers", lanes, own, most)
+			}
+		}
+	}
 }

@@ -347,7 +347,7 @@ func (a authority) Complete(e emu.Access, ok bool) { a.leases.Complete(gpufile.A
 func (m *member) attachLane(i int) error {
 	l := &m.lanes[i]
 	l.queues, l.pairs = make([]*emu.Queue, len(m.drives)), make([]*realPair, len(m.drives))
-	queue := i * m.mediated() // of those that the daemon serves
+	pollers := m.dealt(i)
 	for d := range m.drives {
 		b := m.block(i, d)
 		if m.real.has(d) {
@@ -366,9 +366,7 @@ func (m *member) attachLane(i int) error {
 			err = fmt.Errorf("daemon: lane %d: %w", i, err)
 			return errors.Join(err, l.quiesce(time.Now().Add(m.c.o.QuiesceTimeout)))
 		}
-		// The queues of a lane go to different threads, so that its chunk arrives as soon as it can.
-		m.pollers[queue%len(m.pollers)].Add(l.queues[d])
-		queue++
+		m.pollers[pollers[d]].Add(l.queues[d])
 	}
 	l.live = true
 	return nil
@@ -394,10 +392,31 @@ func (m *member) mediated() (n int) {
 	return n
 }
 
-// startPollers starts the threads that serve the member's queues, and one where that is none, which speaks for real
-// pairs. The caller holds setup.
+// dealt are the numbers of the pollers that serve a lane's queues, by drive, ownQueue where the SSD does. The queues of
+// a lane go to different threads, so that its chunk arrives as soon as it can, and lane after lane all get as many.
+func (m *member) dealt(lane int) []int {
+	pollers, queue := make([]int, len(m.drives)), lane*m.mediated()
+	for d := range pollers {
+		if m.real.has(d) {
+			pollers[d] = ownQueue
+			continue
+		}
+		pollers[d] = queue % len(m.pollers)
+		queue++
+	}
+	return pollers
+}
+
+// ownQueue is no poller.
+const ownQueue = -1
+
+// pollerCount is one for each queue that the daemon serves, as far as the options allow, and one where there is none,
+// which speaks for real pairs.
+func (m *member) pollerCount() int { return max(1, min(m.c.o.Pollers, len(m.lanes)*m.mediated())) }
+
+// startPollers starts the threads that serve the member's queues. The caller holds setup.
 func (m *member) startPollers() error {
-	for i := range max(1, min(m.c.o.Pollers, len(m.lanes)*m.mediated())) {
+	for i := range m.pollerCount() {
 		c := emu.PollerConfig{Backend: m.c.o.Backend, Number: uint32(i), Share: m.share,
 			Armed: word32(m.shared.queues, ioctl.ArmedWord), Wake: word32(m.shared.queues, ioctl.WakeWord)}
 		if i == 0 && len(m.shared.shares) > 0 {
