@@ -31,14 +31,9 @@ type Emulated struct {
 
 	mu      sync.Mutex
 	next    uint64
-	regions atomic.Pointer[[]region] // sorted, never changed in place
+	regions atomic.Pointer[[]emu.Region] // never changed in place
 	closed  bool
 	bells   *doorbells // nil: they cannot be mapped
-}
-
-type region struct {
-	iova uint64
-	b    []byte
 }
 
 // iovaBase is where the controller's address space begins: not zero, so that forgotten addresses are noticed.
@@ -47,7 +42,7 @@ const iovaBase = 1 << 32
 // NewEmulated makes the transport. It owns the controller from then on.
 func NewEmulated(c *emu.Controller) *Emulated {
 	t := &Emulated{Controller: c, next: iovaBase, requested: make(chan struct{})}
-	t.regions.Store(&[]region{})
+	t.regions.Store(&[]emu.Region{})
 	c.SetHostMemory(t)
 	return t
 }
@@ -55,8 +50,8 @@ func NewEmulated(c *emu.Controller) *Emulated {
 // Translate finds memory for the controller.
 func (t *Emulated) Translate(iova uint64, n uint32) []byte {
 	for _, r := range *t.regions.Load() {
-		if iova >= r.iova && iova-r.iova < uint64(len(r.b)) && uint64(n) <= uint64(len(r.b))-(iova-r.iova) {
-			return r.b[iova-r.iova:][:n]
+		if b := r.Translate(iova, n); b != nil {
+			return b
 		}
 	}
 	return nil
@@ -103,8 +98,7 @@ func (t *Emulated) Map(b []byte) (uint64, error) {
 	}
 	iova := t.next
 	t.next += uint64(len(b)) + emu.PageBytes
-	regions := append(slices.Clone(*t.regions.Load()), region{iova, b})
-	t.regions.Store(&regions)
+	t.add(b, iova)
 	return iova, nil
 }
 
@@ -116,13 +110,18 @@ func (t *Emulated) MapAt(b []byte, iova uint64) error {
 		return fmt.Errorf("%w: %d bytes", errMap, len(b))
 	}
 	for _, r := range *t.regions.Load() {
-		if iova < r.iova+uint64(len(r.b)) && r.iova < iova+uint64(len(b)) {
+		if iova < r.Base+uint64(len(r.Bytes)) && r.Base < iova+uint64(len(b)) {
 			return fmt.Errorf("emulated: %w: %#x", vfio.ErrTaken, iova)
 		}
 	}
-	regions := append(slices.Clone(*t.regions.Load()), region{iova, b})
-	t.regions.Store(&regions)
+	t.add(b, iova)
 	return nil
+}
+
+// add maps memory at an address. mu is held.
+func (t *Emulated) add(b []byte, iova uint64) {
+	regions := append(slices.Clone(*t.regions.Load()), emu.Region{Base: iova, Bytes: b})
+	t.regions.Store(&regions)
 }
 
 // Unmap takes it away.
@@ -130,7 +129,7 @@ func (t *Emulated) Unmap(b []byte, iova uint64) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	regions := slices.Clone(*t.regions.Load())
-	i := slices.IndexFunc(regions, func(r region) bool { return r.iova == iova && len(r.b) == len(b) })
+	i := slices.IndexFunc(regions, func(r emu.Region) bool { return r.Base == iova && len(r.Bytes) == len(b) })
 	switch {
 	case i >= 0:
 		regions = slices.Delete(regions, i, i+1)
@@ -200,7 +199,7 @@ func (t *Emulated) Close() error {
 	t.closed = true
 	t.bells.close()
 	t.Controller.Close()
-	t.regions.Store(&[]region{})
+	t.regions.Store(&[]emu.Region{})
 	t.gone.Store(true)
 	return nil
 }
