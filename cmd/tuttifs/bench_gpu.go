@@ -89,7 +89,7 @@ func newBenchGPU() *command {
 	f.StringVarP(&o.output, "output", "o", "", "write the figures to `FILE` as JSON as well, after each part")
 	f.BoolVar(&o.json, "json", false, "print the figures as JSON")
 	return &command{
-		name: "bench gpu", synopsis: "[FLAGS]", summary: "measure the ring on a GPU",
+		name: "bench gpu", synopsis: flagsOnly, summary: "measure the ring on a GPU",
 		exits: &plainExits, flags: f,
 		long: `
 Measures the way of KV blocks between a GPU's memory and four RAM-backed drives, whose virtual controllers run in

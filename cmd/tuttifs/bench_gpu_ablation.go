@@ -3,6 +3,7 @@ package main
 import (
 	"errors"
 	"fmt"
+	"slices"
 
 	"tuttifs/gio"
 )
@@ -23,7 +24,7 @@ type gpuChange struct {
 	setup gpuSetup
 }
 
-// changes are the ideas off in turn, and sizes. The first is the ring as it is.
+// changes are the ideas off in turn, and sizes. The first is the ring as it is, and no other one is the same.
 func (b *gpuBench) changes() []gpuChange {
 	config := func(name string, change func(c *gio.GPUConfig)) gpuChange {
 		return gpuChange{name: name, setup: gpuSetup{change: change}}
@@ -32,18 +33,22 @@ func (b *gpuBench) changes() []gpuChange {
 		{name: "none"},
 		config("a build for each chunk", func(c *gio.GPUConfig) { c.BuildPerChunk = true }),
 		config("a harvest for each chunk", func(c *gio.GPUConfig) { c.HarvestBytes = 1 }),
-		config("one piece outstanding", func(c *gio.GPUConfig) { c.Moves = 1 }),
-		config("pieces of 512 KiB", func(c *gio.GPUConfig) { c.MoveBytes = 512 << 10 }),
-		config("pieces of 2 MiB", func(c *gio.GPUConfig) { c.MoveBytes = 2 << 20 }),
-		config("pieces of 4 MiB", func(c *gio.GPUConfig) { c.MoveBytes = 4 << 20 }),
-		config("two pieces outstanding", func(c *gio.GPUConfig) { c.Moves = 2 }),
-		config("harvest by 4 blocks", func(c *gio.GPUConfig) { c.HarvestBlocks = 4 }),
-		config("harvest by 16 blocks", func(c *gio.GPUConfig) { c.HarvestBlocks = 16 }),
-		config("harvest by 128 blocks", func(c *gio.GPUConfig) { c.HarvestBlocks = 128 }),
 		{name: "no checksums", plain: true},
 		{name: "completions in order", setup: gpuSetup{inOrder: true}},
-		{name: "one lane", setup: gpuSetup{lanes: 1}},
-		{name: "two lanes", setup: gpuSetup{lanes: 2}},
+	}
+	sms := b.gpu.device.SMs() // more blocks than these are as many
+	blocks := min(b.o.blocks, sms)
+	for _, n := range others(blocks, max(1, blocks/4), max(1, blocks/2), min(2*blocks, sms), sms) {
+		all = append(all, config(fmt.Sprintf("blocks of harvest: %d", n), func(c *gio.GPUConfig) { c.HarvestBlocks = n }))
+	}
+	for _, n := range others(int(b.o.move), 512<<10, 2<<20, 4<<20) {
+		all = append(all, config("pieces of "+humanBytes(uint64(n)), func(c *gio.GPUConfig) { c.MoveBytes = n }))
+	}
+	for _, n := range others(b.o.moves, 1, 2) {
+		all = append(all, config(fmt.Sprintf("pieces outstanding: %d", n), func(c *gio.GPUConfig) { c.Moves = n }))
+	}
+	for _, n := range others(b.o.lanes, 1, 2) {
+		all = append(all, gpuChange{name: fmt.Sprintf("lanes: %d", n), setup: gpuSetup{lanes: n}})
 	}
 	staging, bounce := int(b.o.staging), int(b.o.bounce)
 	stagings := []int{staging / 4, staging / 2, staging * 2}
@@ -61,6 +66,11 @@ func (b *gpuBench) changes() []gpuChange {
 		all = append(all, change)
 	}
 	return all
+}
+
+// others are the values, rising ones, without what is there anyway and once each.
+func others(now int, values ...int) []int {
+	return slices.Compact(slices.DeleteFunc(values, func(n int) bool { return n == now }))
 }
 
 // ablation measures restores of 64-KiB objects with one thing changed at a time.

@@ -44,7 +44,6 @@ const smallDepth = 4096
 
 // commands counts commands without bytes and of 4 KiB.
 func (b *gpuBench) commands() error {
-	best := map[int]float64{}
 	for _, way := range gpuExecutors {
 		err := b.withRig(b.smallShape(), gpuSetup{depth: smallDepth, change: way.change}, func(r *gpuRig) error {
 			empty, err := b.countEmpty(r)
@@ -58,15 +57,16 @@ func (b *gpuBench) commands() error {
 			small := row.GBs * 1e9 / gpuSmall / 1e6
 			b.report.Commands = append(b.report.Commands, gpuCommands{way.name, 0, empty},
 				gpuCommands{way.name, gpuSmall, small})
-			best[0], best[gpuSmall] = max(best[0], empty), max(best[gpuSmall], small)
+			if way.change == nil { // what is promised is of the ring
+				b.report.atLeast("empty commands", empty, gpuEmptyBar, "M/s")
+				b.report.atLeast("4-KiB commands", small, gpuSmallBar, "M/s")
+			}
 			return nil
 		})
 		if err != nil {
 			return fmt.Errorf("%s: %w", way.name, err)
 		}
 	}
-	b.report.atLeast("empty commands", best[0], gpuEmptyBar, "M/s")
-	b.report.atLeast("4-KiB commands", best[gpuSmall], gpuSmallBar, "M/s")
 	return nil
 }
 

@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -93,12 +94,17 @@ func TestBenchGPU(t *testing.T) {
 	}
 	require.GreaterOrEqual(t, endToEnd, 4)
 	require.Len(t, r.Commands, 4)
+	for _, bar := range r.Bars {
+		if bytes := map[string]int{"empty commands": 0, "4-KiB commands": gpuSmall}; strings.HasSuffix(bar.Name, "commands") {
+			require.Contains(t, r.Commands, gpuCommands{"ring", bytes[bar.Name], bar.Got}, "not the polling kernel's")
+		}
+	}
 	require.Len(t, r.Registrations, 2)
 	for _, row := range r.Registrations {
 		require.Equal(t, row.FreeBefore, row.FreeAfter)
 		require.Less(t, row.FreeDuring, row.FreeBefore)
 	}
-	require.Len(t, r.Ablation, 17)
+	require.Len(t, r.Ablation, 16)
 	require.Len(t, r.Several.Together, 2)
 	require.True(t, r.Several.Verified)
 	require.NotEmpty(t, r.Bars)
@@ -247,6 +253,49 @@ func TestBenchGPUTraffic(t *testing.T) {
 		require.ErrorContains(t, b.start(traffic, step), "ended before")
 		require.ErrorIs(t, traffic.end(), broken)
 	})
+}
+
+// Every change of the ablation changes something, whatever the ring is, and none comes twice.
+func TestBenchGPUAblationChanges(t *testing.T) {
+	o := smallBenchGPU(t, 1)
+	driver, err := o.open()
+	require.NoError(t, err)
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	b := &gpuBench{o: o}
+	b.gpu, err = openGPUDevice(driver, 0)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, b.gpu.close()) }()
+	sms := b.gpu.device.SMs()
+	o.staging, o.bounce, o.scale.sizes = gio.StagingDefault, 64<<20, true
+	for _, ring := range []struct{ lanes, moves, move, blocks int }{
+		{8, gio.MovesDefault, gio.MoveDefault, gio.HarvestBlocksDefault},
+		{1, 1, 512 << 10, 1}, {2, 2, 4 << 20, 2}, {2, 3, 2 << 20, sms / 2}, {8, 3, 1 << 20, sms}, {8, 3, 1 << 20, 1024},
+	} {
+		o.lanes, o.moves, o.move, o.blocks = ring.lanes, ring.moves, sizeFlag(ring.move), ring.blocks
+		base := gio.GPUConfig{StagingBytes: int(o.staging), MoveBytes: ring.move, Moves: ring.moves,
+			HarvestBlocks: min(ring.blocks, sms)}
+		names, grids := map[string]bool{}, []int{}
+		for i, change := range b.changes() {
+			require.False(t, names[change.name], change.name)
+			names[change.name] = true
+			c := base
+			if change.setup.change != nil {
+				change.setup.change(&c)
+				require.NotEqual(t, base, c, change.name)
+			}
+			if c.HarvestBlocks != base.HarvestBlocks {
+				grids = append(grids, c.HarvestBlocks)
+			}
+			s := change.setup
+			require.NotEqual(t, ring.lanes, s.lanes, change.name)
+			require.NotEqual(t, int(o.bounce), s.bounce, change.name)
+			require.Equal(t, i > 0, change.plain || s.change != nil || s.inOrder || s.lanes+s.bounce > 0, change.name)
+		}
+		if ring.blocks == gio.HarvestBlocksDefault {
+			require.Equal(t, []int{4, 8, 32, sms}, grids)
+		}
+	}
 }
 
 func TestBenchGPURefusesBadFlags(t *testing.T) {

@@ -71,7 +71,7 @@ func newBenchMeta() *command {
 	f.StringVar(&o.dir, "dir", os.TempDir(), "directory `DIR` for the four sparse drive files, removed afterwards")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
-		name: "bench meta", synopsis: "[FLAGS]", summary: "measure memory, mount time and lookups at scale",
+		name: "bench meta", synopsis: flagsOnly, summary: "measure memory, mount time and lookups at scale",
 		exits: &plainExits, flags: f,
 		long: `
 Makes a volume of four sparse files, commits the given number of GPU files to it (without payload),
@@ -85,10 +85,7 @@ tuttifs bench meta --files 1000000 --dir /mnt/scratch --json`,
 	}
 }
 
-func (o *benchMetaOptions) run(ctx context.Context, e *env, args []string) (err error) {
-	if len(args) > 0 {
-		return usagef("no arguments are taken")
-	}
+func (o *benchMetaOptions) run(ctx context.Context, e *env, _ []string) (err error) {
 	if o.files == 0 {
 		return usagef("--files must be at least 1")
 	}

@@ -39,7 +39,7 @@ func newBenchRings() *command {
 		"measure drives held back to a profile, a `NAME` or a file, and nothing else")
 	f.BoolVar(&o.json, "json", false, "print the figures as JSON")
 	return &command{
-		name: "bench rings", synopsis: "[FLAGS]", summary: "measure queues and drives",
+		name: "bench rings", synopsis: flagsOnly, summary: "measure queues and drives",
 		exits: &plainExits, flags: f,
 		long: `
 Measures the way of a KV block's bytes: commands that an executor writes into NVMe queue pairs and that the virtual

@@ -31,7 +31,7 @@ func (e *env) warnf(format string, args ...any) {
 // so that no state outlives a run.
 type command struct {
 	name     string // "mkfs", or "bench rings"
-	synopsis string // flags and arguments, as after the name
+	synopsis string // flags and arguments, as after the name; with flagsOnly, arguments are refused
 	summary  string // one line, for the list of commands
 	long     string // what it does and what not; wrapped by hand
 	example  string // whole lines
@@ -40,6 +40,9 @@ type command struct {
 	// run gets the arguments without flags. Returned errors are printed and mapped to an exit status by the caller.
 	run func(ctx context.Context, e *env, args []string) error
 }
+
+// flagsOnly is the synopsis of commands that take no arguments.
+const flagsOnly = "[FLAGS]"
 
 // newFlags makes a flag set that leaves errors and help to the caller and lists flags in the order of their definition.
 func newFlags(name string) *pflag.FlagSet {
@@ -204,6 +207,9 @@ func parseAndRun(ctx context.Context, e *env, c *command, args []string) (err er
 	case showVersion:
 		e.printf("tuttifs %s\n", version)
 		return nil
+	}
+	if c.synopsis == flagsOnly && c.flags.NArg() > 0 {
+		return usagef("unexpected argument %q", c.flags.Arg(0))
 	}
 	return c.run(ctx, e, c.flags.Args())
 }

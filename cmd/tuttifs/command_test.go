@@ -112,6 +112,24 @@ func TestUsageErrors(t *testing.T) {
 	}
 }
 
+// A word where none belongs, such as a part of a bench without its --only, runs nothing.
+func TestUnexpectedArguments(t *testing.T) {
+	refusing := 0
+	for _, mk := range commands {
+		c := mk()
+		if c.synopsis != flagsOnly {
+			require.Regexp(t, "[A-Z]", strings.TrimPrefix(c.synopsis, flagsOnly), "%s names its arguments", c.name)
+			continue
+		}
+		refusing++
+		code, stdout, stderr := runInProcess(t, append(append([]string{"tuttifs"}, strings.Fields(c.name)...), "x")...)
+		require.Equal(t, c.exits.usage, code, c.name)
+		require.Empty(t, stdout, c.name)
+		require.Contains(t, stderr, `unexpected argument "x"`, c.name)
+	}
+	require.Positive(t, refusing)
+}
+
 func TestExitCodes(t *testing.T) {
 	for _, c := range []struct {
 		err                error

@@ -25,7 +25,7 @@ func newCost() *command {
 	}
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	c := &command{
-		name: "cost", synopsis: "[FLAGS]", summary: "what serving costs: recomputing, a cache in DRAM, tuttifs; with wear",
+		name: "cost", synopsis: flagsOnly, summary: "what serving costs: recomputing, a cache in DRAM, tuttifs; with wear",
 		exits: &plainExits, flags: f,
 		long: `
 Evaluates the Tutti paper's cost formula, with the drives' wear in it, for prompts that are computed
@@ -44,7 +44,7 @@ may come from a file with the flags' names, as in {"ssd_hit_rate": 0.6}. docs/we
 tuttifs cost --gpus 8 --prefill-tokens-per-second 60000 --ssd-hit-rate 0.6 --dram-hit-rate 0.3
 tuttifs cost --prices site.json --admitted 0.25 --host-buffer-gb 500 --json`,
 	}
-	c.run = func(ctx context.Context, e *env, args []string) error { return o.run(e, c, args) }
+	c.run = func(_ context.Context, e *env, _ []string) error { return o.run(e, c) }
 	return c
 }
 
@@ -83,10 +83,7 @@ type costDocument struct {
 	Costs         []wear.Cost `json:"costs"`
 }
 
-func (o *costOptions) run(e *env, c *command, args []string) error {
-	if len(args) > 0 {
-		return usagef("unexpected argument %q", args[0])
-	}
+func (o *costOptions) run(e *env, c *command) error {
 	prices := o.prices
 	if o.file != "" {
 		var err error

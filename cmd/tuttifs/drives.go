@@ -62,7 +62,7 @@ func newDrives() *command {
 	f := newFlags("drives")
 	f.BoolVar(&asJSON, "json", false, "print as JSON")
 	return &command{
-		name: "drives", synopsis: "[FLAGS]", summary: "the NVMe drives of this machine, who drives them and what they hold",
+		name: "drives", synopsis: flagsOnly, summary: "the NVMe drives of this machine, who drives them and what they hold",
 		exits: &plainExits, flags: f,
 		long: `
 Lists the NVMe controllers on the PCI bus: address, driver, IOMMU group, and as far as the kernel
@@ -72,10 +72,7 @@ Nothing is changed. What namespaces hold is shown to root only.
 'tuttifs drives check' says what the machine lacks to drive NVMe itself, 'tuttifs drives bind' gives
 a drive to it, 'tuttifs drives unbind' gives it back to the kernel.`,
 		example: `tuttifs drives`,
-		run: func(_ context.Context, e *env, args []string) error {
-			if len(args) != 0 {
-				return usagef("no arguments are needed; 'drives bind' and 'drives unbind' take addresses")
-			}
+		run: func(_ context.Context, e *env, _ []string) error {
 			doc, err := newDrivesMachine(thisMachine).document()
 			if err != nil {
 				return err

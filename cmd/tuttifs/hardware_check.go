@@ -55,7 +55,7 @@ func newDrivesCheck() *command {
 	f := newFlags("drives check")
 	f.BoolVar(&asJSON, "json", false, "print as JSON")
 	return &command{
-		name: "drives check", synopsis: "[FLAGS]", summary: "what this machine lacks to drive NVMe itself, and how to get it",
+		name: "drives check", synopsis: flagsOnly, summary: "what this machine lacks to drive NVMe itself, and how to get it",
 		exits: &plainExits, flags: f,
 		long: `
 Looks whether NVMe drives can be driven from user space here, by way of VFIO: IOMMU, modules, groups,
@@ -65,10 +65,7 @@ Drives that the kernel drives need none of it.
 Limits and permissions are those of this command's user and session: run it as the one who mounts. The
 exit status is 1 if anything is missing. docs/hardware.md tells more.`,
 		example: `tuttifs drives check`,
-		run: func(_ context.Context, e *env, args []string) error {
-			if len(args) != 0 {
-				return usagef("no arguments are needed")
-			}
+		run: func(_ context.Context, e *env, _ []string) error {
 			doc := hardwareRoots{sys: "/sys", proc: "/proc", dev: "/dev"}.check()
 			if asJSON {
 				if err := printJSON(e.stdout, doc); err != nil {

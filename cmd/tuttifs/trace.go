@@ -26,7 +26,7 @@ func newTrace() *command {
 	f.Uint64Var(&o.seed, "seed", 1, "equal seeds make equal traces")
 	f.StringVarP(&o.output, "output", "o", "-", "`FILE` to write, - for standard output")
 	return &command{
-		name: "trace", synopsis: "[FLAGS]", summary: "make a synthetic trace for replay", exits: &plainExits, flags: f,
+		name: "trace", synopsis: flagsOnly, summary: "make a synthetic trace for replay", exits: &plainExits, flags: f,
 		long: `
 Writes a trace in the Mooncake format: conversations that begin with one of a few system prompts,
 popular ones much more often than others, and grow turn by turn, so that later requests share
@@ -36,10 +36,7 @@ prefixes with earlier ones. It is for demonstrations and tests; it models no rea
 	}
 }
 
-func (o *traceOptions) run(_ context.Context, e *env, args []string) error {
-	if len(args) > 0 {
-		return usagef("unexpected argument %q", args[0])
-	}
+func (o *traceOptions) run(_ context.Context, e *env, _ []string) error {
 	if o.requests < 1 {
 		return usagef("--requests must be at least 1")
 	}
