@@ -3,33 +3,74 @@ package wholefile
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
+
+	"golang.org/x/sys/unix"
 )
+
+// place follows path to the file that is to be replaced, and its directory. No file: what is there is no regular one,
+// which is not replaced but written to.
+func place(path string) (file, dir string, err error) {
+	if path == "" {
+		return "", "", errors.New("a file without a name cannot be written")
+	}
+	st, err := os.Stat(path)
+	switch {
+	case err == nil && st.IsDir():
+		return "", "", &fs.PathError{Op: "write", Path: path, Err: errors.New("is a directory")}
+	case err == nil && !st.Mode().IsRegular():
+		return "", "", nil
+	case err == nil:
+		if path, err = filepath.EvalSymlinks(path); err != nil {
+			return "", "", err
+		}
+	case !errors.Is(err, fs.ErrNotExist):
+		return "", "", err
+	}
+	// Not filepath.Dir, for which the directory of none/../a would be there.
+	if dir, _ = filepath.Split(path); dir == "" {
+		dir = "."
+	}
+	return path, dir, nil
+}
+
+// Check says what would keep Write from writing, but for space, and makes nothing.
+func Check(path string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|unix.O_NONBLOCK, 0)
+	switch {
+	case err == nil:
+		err = f.Close()
+	case errors.Is(err, fs.ErrNotExist):
+		err = nil
+	}
+	if err != nil {
+		return err
+	}
+	file, dir, err := place(path)
+	if err != nil || file == "" {
+		return err
+	}
+	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
+		return fmt.Errorf("%s: its directory: %w", path, err)
+	}
+	return nil
+}
 
 // Write replaces what path names by b: a temporary file beside it is written, synced and renamed. A symbolic link is
 // followed. What is no regular file, such as a pipe or /dev/stdout, cannot be replaced: it is written to.
 func Write(path string, b []byte, mode fs.FileMode) error {
-	st, err := os.Stat(path)
-	switch {
-	case err == nil && st.IsDir():
-		return &fs.PathError{Op: "write", Path: path, Err: errors.New("is a directory")}
-	case err == nil && !st.Mode().IsRegular():
-		return os.WriteFile(path, b, mode)
-	case err == nil:
-		if path, err = filepath.EvalSymlinks(path); err != nil {
-			return err
-		}
-	case !errors.Is(err, fs.ErrNotExist):
+	file, dir, err := place(path)
+	if err != nil {
 		return err
 	}
-	dir, name := filepath.Split(path)
-	if dir == "" {
-		dir = "."
+	if file == "" {
+		return os.WriteFile(path, b, mode)
 	}
-	f, err := os.CreateTemp(dir, "."+strings.ReplaceAll(name, "*", "_")+"-")
+	f, err := os.CreateTemp(dir, "."+strings.ReplaceAll(filepath.Base(file), "*", "_")+"-")
 	if err != nil {
 		return err
 	}
@@ -41,7 +82,7 @@ func Write(path string, b []byte, mode fs.FileMode) error {
 		err = f.Sync()
 	}
 	if err = errors.Join(err, f.Close()); err == nil {
-		err = os.Rename(f.Name(), path)
+		err = os.Rename(f.Name(), file)
 	}
 	if err != nil {
 		return errors.Join(err, os.Remove(f.Name()))

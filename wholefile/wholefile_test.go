@@ -39,7 +39,39 @@ func TestWrite(t *testing.T) {
 	st, err = os.Stat("/dev/null")
 	require.NoError(t, err)
 	require.Equal(t, fs.ModeDevice|fs.ModeCharDevice, st.Mode().Type(), "a device is not replaced")
+	require.NoError(t, os.MkdirAll(filepath.Join(dir, "deep", "other"), 0o700))
+	require.NoError(t, os.Symlink(filepath.Join(dir, "deep", "other"), filepath.Join(dir, "way")))
+	require.NoError(t, Write(filepath.Join(dir, "way")+"/../b", nil, 0o600))
+	require.FileExists(t, filepath.Join(dir, "deep", "b"), "as the kernel goes")
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
-	require.Len(t, entries, 2, "nothing else is left")
+	require.Len(t, entries, 4, "nothing else is left")
+}
+
+// Check refuses what Write would, before there is anything to write, and touches nothing.
+func TestCheck(t *testing.T) {
+	dir := t.TempDir()
+	file := filepath.Join(dir, "file")
+	require.NoError(t, os.WriteFile(file, []byte("as it was"), 0o600))
+	require.NoError(t, os.Symlink(filepath.Join(dir, "none", "x"), filepath.Join(dir, "dangling")))
+	for path, good := range map[string]bool{
+		file: true, filepath.Join(dir, "new"): true, filepath.Join(dir, "dangling"): true, "/dev/null": true,
+		dir: false, filepath.Join(dir, "none", "x"): false, dir + "/none/../x": false, dir + "/x/": false, file + "/x": false,
+		"": false,
+	} {
+		err := Check(path)
+		require.Equal(t, good, err == nil, "%s: %v", path, err)
+		if !good {
+			require.Error(t, Write(path, nil, 0o600), path)
+		}
+	}
+	require.ErrorContains(t, Check(dir+"/none/../x"), "its directory")
+	b, err := os.ReadFile(file)
+	require.NoError(t, err)
+	require.Equal(t, "as it was", string(b))
+	entries, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Len(t, entries, 2)
+	require.NoError(t, Write(filepath.Join(dir, "dangling"), nil, 0o600))
+	require.NoError(t, Write(filepath.Join(dir, "new"), nil, 0o600))
 }

@@ -131,8 +131,10 @@ func (o *profileDriveOptions) run(ctx context.Context, e *env, args []string) er
 	if o.name != "" && !drivemodel.ValidName(o.name) {
 		return usagef("--name %q: want 1 to 64 lower-case letters, digits and underscores", o.name)
 	}
-	if err := checkOutput(o.output); err != nil {
-		return err
+	if o.output != "" {
+		if err := wholefile.Check(o.output); err != nil {
+			return fmt.Errorf("-o: %w", err)
+		}
 	}
 	fio := ""
 	if o.fio {
@@ -141,52 +143,44 @@ func (o *profileDriveOptions) run(ctx context.Context, e *env, args []string) er
 			return systemError{errors.New("fio is not installed: Debian has it in the package fio (apt-get install fio)")}
 		}
 	}
-	doc := &profileDocument{OutputVersion: outputVersion}
-	for _, path := range args {
-		m, err := o.measure(ctx, e, path, fio)
-		if err != nil {
-			return err
-		}
-		doc.Drives = append(doc.Drives, m)
-		if o.output != "" {
-			b, err := m.Profile.Encode()
-			if err != nil {
-				return err
-			}
-			if err := wholefile.Write(o.output, b, 0o644); err != nil {
-				return err
-			}
-		}
-	}
-	if o.json {
-		return printJSON(e.stdout, doc)
-	}
-	for _, m := range doc.Drives {
-		m.print(e)
-	}
-	return nil
+	return o.measureAll(ctx, e, args, fio)
 }
 
-// checkOutput says before measuring that a file could not be written afterwards. It makes none.
-func checkOutput(name string) error {
-	if name == "" {
-		return nil
-	}
-	f, err := os.OpenFile(name, os.O_WRONLY|unix.O_NONBLOCK, 0)
-	switch {
-	case err == nil:
-		st, err := f.Stat()
-		if err = errors.Join(err, f.Close()); err != nil || !st.Mode().IsRegular() {
-			return err
+// measureAll measures one PATH after the other. What was measured is printed, whatever fails afterwards.
+func (o *profileDriveOptions) measureAll(ctx context.Context, e *env, paths []string, fio string) error {
+	doc := &profileDocument{OutputVersion: outputVersion}
+	var failed error
+	for _, path := range paths {
+		m, err := o.measure(ctx, e, path, fio)
+		if err != nil {
+			failed = err
+			break
 		}
-		if name, err = filepath.EvalSymlinks(name); err != nil { // it is that one that is replaced
-			return err
+		doc.Drives = append(doc.Drives, m)
+		if !o.json {
+			m.print(e)
 		}
-	case !errors.Is(err, os.ErrNotExist):
-		return fmt.Errorf("-o: %w", err)
 	}
-	if err := unix.Access(filepath.Dir(name), unix.W_OK|unix.X_OK); err != nil {
-		return fmt.Errorf("-o %s: its directory: %w", name, err)
+	if o.json && len(doc.Drives) > 0 {
+		failed = errors.Join(failed, printJSON(e.stdout, doc))
+	}
+	if failed != nil || o.output == "" {
+		return failed
+	}
+	return o.save(e, doc.Drives[0].Profile)
+}
+
+// save writes the profile to the file of -o. One that cannot be written is printed, since it took long to measure.
+func (o *profileDriveOptions) save(e *env, p *drivemodel.Profile) error {
+	b, err := p.Encode()
+	if err != nil {
+		return err
+	}
+	if err := wholefile.Write(o.output, b, 0o644); err != nil {
+		if !o.json { // its document has the profile
+			e.printf("\n%s", b)
+		}
+		return fmt.Errorf("the profile, which is printed, could not be written: %w", err)
 	}
 	return nil
 }

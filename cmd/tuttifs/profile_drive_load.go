@@ -104,6 +104,7 @@ type loadResult struct {
 	from, end     time.Time // what is completed between them counts
 	seconds       float64
 	read, written int64     // bytes completed in time
+	filled        int64     // of work in order: bytes that were gone through, all of them completed
 	latency       histogram // of all commands that were completed in time
 	zeroes        bool      // of reads alone: all that is in their places was zero
 }
@@ -171,6 +172,9 @@ func (l *driveLoad) run(ctx context.Context, w loadWork) (r *loadResult, err err
 		case now.Sub(heard) > loadPatience:
 			return nil, fmt.Errorf("%s: %w for %v", l.d.Name(), errSilent, loadPatience)
 		}
+	}
+	if w.inOrder {
+		r.filled = next * int64(w.bytes)
 	}
 	r.seconds = min(time.Since(r.from), r.end.Sub(r.from)).Seconds()
 	r.zeroes = w.writePercent == 0 && zeroes(l.data[:depth*w.bytes])

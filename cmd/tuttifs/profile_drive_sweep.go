@@ -57,10 +57,9 @@ func (s *driveSweep) fill(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if written := r.written &^ (loadCommandMax - 1); written < s.load.area {
-		// The last commands may have come back in another order.
-		s.load.area = max(written-16*loadCommandMax, profileSizeMin)
-		s.note("only the first %s were written in time and are used", humanBytes(uint64(s.load.area)))
+	if r.filled < s.load.area {
+		s.load.area = r.filled
+		s.note("there was time to write only the first %s, and only they are used", humanBytes(uint64(r.filled)))
 	}
 	return s.load.d.Flush()
 }

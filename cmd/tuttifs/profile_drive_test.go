@@ -3,13 +3,16 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
 	"tuttifs/drivemodel"
@@ -93,6 +96,76 @@ func TestProfileDriveOnlyReads(t *testing.T) {
 	require.True(t, bytes.Equal(content, after))
 }
 
+// What was measured is printed, even if its profile cannot be written or the next drive cannot be measured.
+func TestProfileDriveLosesNothing(t *testing.T) {
+	if _, err := os.Stat("/dev/full"); err != nil {
+		t.Skip("no /dev/full: ", err)
+	}
+	path := filepath.Join(directDir(t), "d0")
+	require.NoError(t, drive.Create(path, 32<<20))
+	measured := func(o *profileDriveOptions, paths ...string) (string, error) {
+		o.size, o.limit, o.shortest = 32<<20, 100*time.Millisecond, 5*time.Millisecond
+		var out bytes.Buffer
+		err := o.measureAll(t.Context(), &env{stdout: &out, stderr: io.Discard}, paths, "")
+		return out.String(), err
+	}
+	out, err := measured(&profileDriveOptions{output: "/dev/full"}, path)
+	require.ErrorIs(t, err, unix.ENOSPC)
+	_, document, found := strings.Cut(out, "\n{")
+	require.True(t, found, out)
+	p, err := drivemodel.Parse([]byte("{" + document))
+	require.NoError(t, err)
+	require.Contains(t, out, p.Summary())
+
+	var doc profileDocument
+	out, err = measured(&profileDriveOptions{output: "/dev/full", json: true}, path)
+	require.ErrorIs(t, err, unix.ENOSPC)
+	require.NoError(t, json.Unmarshal([]byte(out), &doc))
+	require.Len(t, doc.Drives, 1)
+
+	out, err = measured(&profileDriveOptions{}, path, path+"-none", path)
+	require.ErrorIs(t, err, os.ErrNotExist)
+	require.Equal(t, 1, strings.Count(out, "  profile  "))
+	out, err = measured(&profileDriveOptions{json: true}, path, path+"-none")
+	require.ErrorIs(t, err, os.ErrNotExist)
+	require.NoError(t, json.Unmarshal([]byte(out), &doc))
+	require.Len(t, doc.Drives, 1)
+
+	output := filepath.Join(t.TempDir(), "p.json")
+	_, err = measured(&profileDriveOptions{output: output}, path)
+	require.NoError(t, err)
+	_, err = loadProfile(output)
+	require.NoError(t, err)
+}
+
+// Of an area that there is no time to write, all that is used was written.
+func TestProfileDriveUsesWhatWasWritten(t *testing.T) {
+	const size = 256 << 20
+	path := filepath.Join(directDir(t), "d0")
+	require.NoError(t, drive.Create(path, size))
+	d, err := drive.Open(path, drive.Options{})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, d.Close()) })
+	l, err := newDriveLoad(d, size, true)
+	require.NoError(t, err)
+	t.Cleanup(l.close)
+	m := &measuredDrive{Path: path}
+	s := &driveSweep{load: l, drive: m, limit: fillShare * time.Microsecond, bar: &progress{}}
+	require.NoError(t, s.fill(t.Context()))
+	require.GreaterOrEqual(t, l.area, int64(profileSizeMin))
+	require.Less(t, l.area, int64(size))
+	require.Len(t, m.Notes, 1)
+	f, err := os.Open(path)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, f.Close()) })
+	block := make([]byte, 4096)
+	for at := int64(0); at < l.area; at += int64(len(block)) {
+		_, err := f.ReadAt(block, at)
+		require.NoError(t, err)
+		require.False(t, zeroes(block), "at %d of %d", at, l.area)
+	}
+}
+
 // Nothing that is known is overwritten, and nothing that is in use is measured.
 func TestProfileDriveRefuses(t *testing.T) {
 	paths := formatted(t, 1, "64m")
@@ -110,6 +183,7 @@ func TestProfileDriveRefuses(t *testing.T) {
 	refused(t, 2, "--force is for --write", "profile", "drive", "-f", paths[0])
 	refused(t, 2, "--name", "profile", "drive", "--name", "a b", paths[0])
 	refused(t, 1, "its directory", "profile", "drive", "-o", filepath.Join(paths[0]+"-none", "x.json"), paths[0])
+	refused(t, 1, "its directory", "profile", "drive", "-o", filepath.Dir(paths[0])+"/none/../x.json", paths[0])
 	refused(t, 1, "is a directory", "profile", "drive", "-o", filepath.Dir(paths[0]), paths[0])
 	refused(t, 2, "--time", "profile", "drive", "--time", "1s", paths[0])
 	refused(t, 2, "--size", "profile", "drive", "--size", "1m", paths[0])

@@ -15,6 +15,7 @@ import (
 	"tuttifs/drivemodel"
 	"tuttifs/slack"
 	"tuttifs/stripe"
+	"tuttifs/wholefile"
 )
 
 type profileModelOptions struct {
@@ -81,7 +82,7 @@ func newProfileModel() *command {
 	f.StringVarP(&o.output, "output", "o", "", "keep the table in this `FILE`, not in the user's cache directory")
 	f.BoolVar(&o.json, "json", false, "print as JSON")
 	return &command{
-		name: "profile model", synopsis: "[FLAGS]", summary: "how much I/O hides behind a model's layers",
+		name: "profile model", synopsis: flagsOnly, summary: "how much I/O hides behind a model's layers",
 		exits: &plainExits, flags: f,
 		long: `
 Makes the slack table of a model on a machine: for lengths of input (new tokens) and prefix (cached
@@ -121,12 +122,9 @@ type modelProfileRow struct {
 	slack.Entry
 }
 
-func (o *profileModelOptions) run(_ context.Context, e *env, args []string) error {
-	if len(args) > 0 {
-		return usagef("unexpected argument %q", args[0])
-	}
+func (o *profileModelOptions) run(_ context.Context, e *env, _ []string) error {
 	begin := time.Now()
-	estimate := o.rates != slack.Rates{}
+	estimate := o.flags.Changed("flops") || o.flags.Changed("hbm")
 	if err := o.checkFlags(estimate); err != nil {
 		return err
 	}
@@ -152,8 +150,10 @@ func (o *profileModelOptions) run(_ context.Context, e *env, args []string) erro
 		doc.Table = t
 		return doc.print(e, o.json)
 	}
-	if err := checkOutput(o.output); err != nil {
-		return err
+	if o.output != "" {
+		if err := wholefile.Check(o.output); err != nil {
+			return fmt.Errorf("-o: %w", err)
+		}
 	}
 	if t.IO, err = o.facts(kv, profiles); err != nil {
 		return err
@@ -173,12 +173,14 @@ func (o *profileModelOptions) run(_ context.Context, e *env, args []string) erro
 }
 
 func (o *profileModelOptions) checkFlags(estimate bool) error {
-	measured := o.layerTimes != ""
+	measured := o.flags.Changed("layer-times")
 	switch {
 	case measured && estimate:
 		return usagef("--layer-times are measured, --flops and --hbm estimate: give one or the other")
-	case estimate && (o.rates.FLOPs == 0 || o.rates.HBM == 0):
+	case estimate && !(o.flags.Changed("flops") && o.flags.Changed("hbm")):
 		return usagef("an estimate needs both --flops and --hbm")
+	case estimate && !(o.rates.FLOPs > 0 && o.rates.HBM > 0):
+		return usagef("--flops is %v and --hbm %v, want positive numbers", o.rates.FLOPs, o.rates.HBM)
 	}
 	for _, name := range []string{"inputs", "prefixes"} {
 		if o.flags.Changed(name) && !estimate {
@@ -195,7 +197,7 @@ func (o *profileModelOptions) checkFlags(estimate bool) error {
 
 // readTimes returns nil where there are none.
 func (o *profileModelOptions) readTimes() (*slack.Times, error) {
-	if o.layerTimes == "" {
+	if !o.flags.Changed("layer-times") {
 		return nil, nil
 	}
 	b, err := slack.ReadFile(o.layerTimes)

@@ -104,9 +104,14 @@ func TestProfileModelRefuses(t *testing.T) {
 		code  int
 		says  string
 	}{
-		{"x", 2, "unexpected argument"},
 		{"--layer-times x --flops 1e12", 2, "give one or the other"},
+		{"--layer-times= --json", 1, "open : no such file"},
 		{"--flops 1e12", 2, "needs both"},
+		{"--flops 0", 2, "needs both"},
+		{"--layer-times x --flops 0", 2, "give one or the other"},
+		{"--flops 0 --hbm 0", 2, "want positive numbers"},
+		{"--flops 1e12 --hbm -1", 2, "want positive numbers"},
+		{"--flops NaN --hbm 1e12", 2, "want positive numbers"},
 		{"--inputs 1", 2, "--inputs is for an estimate"},
 		{"--link 40", 2, "--link is of a new table"},
 		{"--model x", 2, "one of deepseek-v3"},
