@@ -263,6 +263,6 @@ func TestWakeCostsNoCallWhenAwake(t *testing.T) {
 	Wake(&word) // before or after the sleeper's look at the word: it returns either way
 	<-slept
 	require.Zero(t, word)
-	FutexWait(&word, 1, 0) // the word differs: returns at once
-	FutexWait(&word, 0, 1) // times out
+	require.False(t, FutexWait(&word, 1, 0)) // the word differs: returns at once
+	require.True(t, FutexWait(&word, 0, 1))
 }

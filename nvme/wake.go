@@ -32,15 +32,17 @@ func FutexWake(word *uint32) {
 	syscall.RawSyscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWake, everybody, 0, 0, 0)
 }
 
-// FutexWait sleeps while *word is value: until FutexWake, a signal, or the timeout (0 is none). Callers look again.
-func FutexWait(word *uint32, value uint32, timeout time.Duration) {
+// FutexWait sleeps while *word is value: until FutexWake, a signal, or the timeout (0 is none), which it reports.
+// Callers look again.
+func FutexWait(word *uint32, value uint32, timeout time.Duration) (timedOut bool) {
 	var ts *syscall.Timespec
 	if timeout > 0 {
 		t := syscall.NsecToTimespec(int64(timeout))
 		ts = &t
 	}
-	syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
+	_, _, errno := syscall.Syscall6(syscall.SYS_FUTEX, uintptr(unsafe.Pointer(word)), futexWait, uintptr(value),
 		uintptr(unsafe.Pointer(ts)), 0, 0)
+	return errno == syscall.ETIMEDOUT
 }
 
 // FutexNap is FutexWait of which the runtime is not told: the thread keeps its processor, so it must be short.

@@ -354,8 +354,7 @@ func (p *Poller) rest() bool {
 	if p.armed() != armed || p.stepAndLook() || p.stop.Load() {
 		return true
 	}
-	nvme.FutexWait(wake, number, nap)
-	return atomic.LoadUint32(wake) != number
+	return !nvme.FutexWait(wake, number, nap)
 }
 
 // stepAndLook is a step that is true also if it left something to come back for, which a sleep could miss.
