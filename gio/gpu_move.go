@@ -119,6 +119,7 @@ type piece struct {
 	since int64
 	begin int64 // when the copy engine will have come to it
 	end   int64 // and when it will be done with it
+	late  bool  // it was not
 	bytes uint32
 }
 
@@ -169,7 +170,10 @@ func (m *mover) note(p *piece, done bool, now int64) {
 		for i := range m.pieces {
 			m.pieces[i].end += late
 		}
-		m.pace = min(m.pace+m.pace/paceSlower, paceFirst*paceRange)
+		if !p.late { // all looks at one piece say once how wrong the pace is
+			p.late = true
+			m.pace = min(m.pace+m.pace/paceSlower, paceFirst*paceRange)
+		}
 	case done && m.count == 1 && now < m.end:
 		m.end = now
 		m.pace = max(m.pace-m.pace/paceFaster, paceFirst/paceRange)
@@ -275,7 +279,7 @@ func (m *mover) submit(now int64) (moved bool, err error) {
 		p.nth = m.issued
 		m.count++
 		m.offset += n
-		p.chunk, p.last, p.since, p.bytes = c, m.offset == c.bytes, now, n
+		p.chunk, p.last, p.late, p.since, p.bytes = c, m.offset == c.bytes, false, now, n
 		p.begin = now
 		if m.count > 1 {
 			p.begin = max(now, m.end)
