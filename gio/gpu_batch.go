@@ -92,6 +92,7 @@ type gpuChunk struct {
 	commands uint32 // once built
 	payload  uint64 // bytes, for statistics
 	slot     int32  // of staging, noSlot
+	at       uint32 // where its cells begin in the slot
 	direct   bool
 	ready    bool // its commands stand in a lane's queues
 	gathered gatherState
@@ -399,16 +400,20 @@ type planner struct {
 	offsets []uint32 // of the cells of a group
 	stride  uint32
 	limit   int // commands of a chunk
-	most    int // bytes of its cells, 0: nothing is bounced
-	ramp    int // so many chunks are shorter than the others, each by as much as the next one
+	most    int // bytes of a lane's cells, 0: nothing is bounced
+	room    int // of them for a chunk
 }
 
 // groupMax bounds the search for a pattern.
 const groupMax = 1024
 
+// restParts are the chunks of a read for which a lane has room where nothing else is under way.
+const restParts = 3
+
 func (p *planner) plan() {
 	g := p.t.g
 	p.most = g.staging.bytes
+	p.room = p.most
 	lanes := g.common()
 	switch {
 	case p.t.deferred:
@@ -442,8 +447,8 @@ func (p *planner) plan() {
 		p.cutMixed()
 		return
 	}
-	if bounce > 0 && !p.t.write && g.busy.Load() == 0 {
-		p.ramp = lanes
+	if !p.t.write && g.busy.Load() == 0 {
+		p.room /= restParts
 	}
 	p.cut(0, p.t.n, bounce == 0)
 }
@@ -501,28 +506,21 @@ func (p *planner) pack(group int) {
 	}
 }
 
-// cut makes chunks of the IOCTXs from first to end. Drives serve all lanes at once, so that chunks of one length which
-// are rung together arrive together, and until then the copy engine rests: where nothing else is under way, the first
-// chunks of a long read grow from lane to lane.
+// cut makes chunks of the IOCTXs from first to end. Drives serve all lanes at once, so that chunks which are rung
+// together arrive together, and until then the copy engine rests: where nothing else is under way they are short. So
+// few cells are used again and again then, which are in the CPU's caches soon.
 func (p *planner) cut(first, end int, direct bool) {
 	group := len(p.offsets)
 	n := max(group, p.limit/group*group)
 	if !direct && p.stride > 0 {
-		n = max(group, min(n, p.most/int(p.stride)*group))
-	}
-	if (end-first)/n < 2*p.ramp {
-		p.ramp = 0
+		n = max(group, min(n, p.room/int(p.stride)*group))
 	}
 	if p.t.chunks == nil {
-		p.t.chunks = make([]gpuChunk, 0, (end-first+n-1)/n+p.ramp/2+1)
+		p.t.chunks = make([]gpuChunk, 0, (end-first+n-1)/n)
 	}
 	for first < end {
 		c := gpuChunk{t: p.t, index: len(p.t.chunks), first: uint32(first), direct: direct, slot: noSlot}
-		length := n
-		if c.index < p.ramp {
-			length = max(group, n*(c.index+1)/(p.ramp+1)/group*group)
-		}
-		length = min(length, end-first)
+		length := min(n, end-first)
 		first += length
 		c.count = uint32(length)
 		if !direct {

@@ -115,7 +115,7 @@ func (th *ioThread) list(c *gpuChunk) {
 	switch {
 	case c.direct:
 	case c.slot != noSlot:
-		k.Cells = th.g.staging.address(c.slot)
+		k.Cells = th.g.staging.address(c)
 	default:
 		k.Cells = uint64(th.g.staging.memory) // it is not read: no IOCTX of the chunk succeeded
 	}
@@ -217,7 +217,7 @@ func (th *ioThread) gatherAhead() {
 				if room == 0 || depth > 0 && room <= gatherLeast && len(th.listed) == 0 || depth > 0 && room == 1 {
 					return
 				}
-				c.slot = s.take(true)
+				s.take(c)
 			}
 			c.gathered = gatherRuns
 			th.list(c)

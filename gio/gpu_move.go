@@ -9,8 +9,9 @@ import (
 	"tuttifs/cuda"
 )
 
-// staging is device memory between the copy engine and the kernels, in slots of one chunk each. Writes hold three
-// quarters of them at most, so that those which drives hold back leave room for reads.
+// staging is device memory between the copy engine and the kernels, in slots of one chunk each; chunks of reads that
+// are short share one. Writes hold three quarters of them at most, so that those which drives hold back leave room for
+// reads.
 type staging struct {
 	memory cuda.Pointer
 	size   uint64
@@ -18,7 +19,10 @@ type staging struct {
 	slot   int // bytes of a slot: so many, or a piece of the store buffer's where that is more
 	free   []int32
 	slots  int
-	writes int // slots that writes hold
+	writes int      // slots that writes hold
+	chunks []uint16 // by slot: that it holds
+	open   int32    // the slot in which there may be room behind a read's chunk, noSlot
+	filled int      // of that one, bytes
 }
 
 // cellsMost bounds a chunk's cells: kernels count them in 32 bits.
@@ -41,6 +45,7 @@ func (s *staging) setUp(g *GPU) (err error) {
 	}
 	s.slots = g.gpu.StagingBytes / s.slot
 	s.size = uint64(s.slots) * uint64(s.slot)
+	s.chunks, s.open = make([]uint16, s.slots), noSlot
 	s.free = make([]int32, s.slots)
 	for i := range s.free {
 		s.free[i] = int32(s.slots - 1 - i)
@@ -55,8 +60,9 @@ func (s *staging) close(g *GPU) {
 	}
 }
 
-func (s *staging) address(slot int32) uint64 {
-	return uint64(s.memory) + uint64(slot)*uint64(s.slot)
+// address is where the cells of a chunk are that has a place.
+func (s *staging) address(c *gpuChunk) uint64 {
+	return uint64(s.memory) + uint64(c.slot)*uint64(s.slot) + uint64(c.at)
 }
 
 // room is how many slots a direction may take.
@@ -67,23 +73,47 @@ func (s *staging) room(write bool) int {
 	return len(s.free)
 }
 
-func (s *staging) take(write bool) int32 {
-	slot := s.free[len(s.free)-1]
+// take gives a chunk a slot, of which there is one for its direction.
+func (s *staging) take(c *gpuChunk) {
+	c.slot, c.at = s.free[len(s.free)-1], 0
 	s.free = s.free[:len(s.free)-1]
-	if write {
+	s.chunks[c.slot] = 1
+	if c.t.write {
 		s.writes++
+		return
 	}
-	return slot
+	s.open, s.filled = c.slot, int(c.bytes)
 }
 
-// giveSlot frees a chunk's slot.
+// takeRead gives a read's chunk a place: behind the last one, or a slot. It is false if there is neither.
+func (s *staging) takeRead(c *gpuChunk) bool {
+	switch {
+	case s.open != noSlot && s.filled+int(c.bytes) <= s.slot:
+		c.slot, c.at = s.open, uint32(s.filled)
+		s.chunks[c.slot]++
+		s.filled += int(c.bytes)
+	case s.room(false) > 0:
+		s.take(c)
+	default:
+		return false
+	}
+	return true
+}
+
+// giveSlot gives a chunk's place back.
 func (g *GPU) giveSlot(c *gpuChunk) {
 	if c.slot == noSlot {
 		return
 	}
-	g.staging.free = append(g.staging.free, c.slot)
+	s := &g.staging
+	if s.chunks[c.slot]--; s.chunks[c.slot] == 0 {
+		s.free = append(s.free, c.slot)
+		if s.open == c.slot {
+			s.open = noSlot
+		}
+	}
 	if c.t.write {
-		g.staging.writes--
+		s.writes--
 	}
 	c.slot = noSlot
 }
@@ -253,15 +283,13 @@ func (m *mover) submit(now int64) (moved bool, err error) {
 	m.hungry = false
 	for ready := m.ready(now); ready && len(m.queue) > 0 && m.count < len(m.pieces); {
 		c := m.queue[0]
-		if c.slot == noSlot { // a read's; a write has had one since it was gathered
-			if m.g.staging.room(false) == 0 {
-				m.hungry = true // until a harvest frees some
-				return moved, nil
-			}
-			c.slot = m.g.staging.take(false)
+		// A write has had a slot since it was gathered.
+		if c.slot == noSlot && !m.g.staging.takeRead(c) {
+			m.hungry = true // until a harvest frees some
+			return moved, nil
 		}
 		n := min(uint32(m.g.gpu.MoveBytes), c.bytes-m.offset)
-		device := cuda.Pointer(m.g.staging.address(c.slot) + uint64(m.offset))
+		device := cuda.Pointer(m.g.staging.address(c) + uint64(m.offset))
 		host := unsafe.Pointer(&m.g.cellsOf(c)[m.offset])
 		if m.in {
 			err = m.stream.CopyHtoD(device, host, uint64(n))

@@ -127,7 +127,8 @@ func (th *ioThread) evacuate() {
 				}
 				c.place = p
 			}
-			c.slot, c.gathered = g.staging.take(true), gatherRuns
+			g.staging.take(c)
+			c.gathered = gatherRuns
 			th.list(c)
 		}
 		th.evacs = append(th.evacs[:0], th.evacs[1:]...)

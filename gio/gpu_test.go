@@ -291,6 +291,91 @@ func TestGPUPlansCover(t *testing.T) {
 	}
 }
 
+// TestGPUReadsFromRestAreShort: where nothing else is under way the chunks of a read are short, but whole groups.
+func TestGPUReadsFromRestAreShort(t *testing.T) {
+	const lane = 12 // pages of a lane's cells
+	for _, c := range []struct {
+		name  string
+		write bool
+		busy  int32
+		units []int // of the objects of a group
+		want  uint32
+	}{
+		{name: "from rest", units: []int{1}, want: lane / restParts},
+		{name: "beside another batch", busy: 1, units: []int{1}, want: lane},
+		{name: "write", write: true, units: []int{1}, want: lane},
+		{name: "a group is more than that", units: []int{3, 4}, want: 7},
+		{name: "an object is", units: []int{lane}, want: lane},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			g, m := &GPU{depth: 1024, lanes: make([]*gpuLane, 2)}, &Map{}
+			g.config.Lanes = make([][]Queue, len(g.lanes))
+			g.staging.bytes = lane * pageBytes
+			g.busy.Store(c.busy)
+			for _, n := range c.units {
+				m.objects = append(m.objects, objectPlace{units: uint16(n), bytes: uint32(n) * pageBytes})
+			}
+			host := &Memory{buf: make([]byte, 1)}
+			require.NoError(t, g.regions.add(host))
+			ctxs := make([]IOCTX, 100*len(c.units))
+			for i := range ctxs {
+				ctxs[i] = IOCTX{Desc: host.Desc(0), Object: uint16(i % len(c.units))}
+			}
+			p := planner{t: &gpuTicket{g: g, m: m, n: len(ctxs), write: c.write}, ctxs: ctxs}
+			p.plan()
+			for i := range p.t.chunks[:len(p.t.chunks)-1] { // the last one is what is left
+				require.Equal(t, c.want*pageBytes, p.t.chunks[i].bytes)
+			}
+		})
+	}
+}
+
+// TestGPUStagingIsShared: chunks of reads go behind each other in a slot, and it is free with the last of them.
+// Writes have slots of their own.
+func TestGPUStagingIsShared(t *testing.T) {
+	g := &GPU{}
+	s := &g.staging
+	*s = staging{slot: 4 * pageBytes, slots: 4, free: []int32{3, 2, 1, 0}, chunks: make([]uint16, 4), open: noSlot}
+	chunk := func(write bool, pages uint32) *gpuChunk {
+		return &gpuChunk{t: &gpuTicket{write: write}, bytes: pages * pageBytes, slot: noSlot}
+	}
+	a, b, c, d := chunk(false, 1), chunk(false, 2), chunk(false, 2), chunk(false, 2)
+	w, whole := chunk(true, 1), chunk(false, 4)
+	for _, x := range []*gpuChunk{a, b} {
+		require.True(t, s.takeRead(x))
+	}
+	s.take(w)
+	for _, x := range []*gpuChunk{c, d, whole} {
+		require.True(t, s.takeRead(x))
+	}
+	require.Empty(t, s.free)
+	places := map[uint64]int{}
+	for i, x := range []*gpuChunk{a, b, w, c, d, whole} {
+		for page := range x.bytes / pageBytes {
+			at := s.address(x) + uint64(page)*pageBytes
+			other, taken := places[at]
+			require.False(t, taken, "chunks %d and %d", i, other)
+			require.Less(t, at, uint64(s.slots*s.slot))
+			places[at] = i
+		}
+	}
+	require.Equal(t, a.slot, b.slot)
+	require.Equal(t, c.slot, d.slot)
+	require.NotEqual(t, w.slot, a.slot)
+	require.False(t, s.takeRead(chunk(false, 1)), "no slot is left, and no room in the last one")
+	g.giveSlot(a)
+	require.Empty(t, s.free)
+	require.False(t, s.takeRead(chunk(false, 1)), "room in front is not given again")
+	for _, x := range []*gpuChunk{b, c, w, d, whole} {
+		g.giveSlot(x)
+		g.giveSlot(x) // once more is nothing
+	}
+	require.Len(t, s.free, s.slots)
+	require.Zero(t, s.writes)
+	require.True(t, s.takeRead(a))
+	require.Zero(t, a.at, "a slot that is free again begins anew")
+}
+
 // checkCells lays a chunk's cells out as kernels do.
 func checkCells(t *testing.T, p *planner, c *gpuChunk) {
 	group, end := uint32(len(p.offsets)), uint32(0)
