@@ -163,7 +163,7 @@ const (
 	// To expect a piece's end too late leaves the copy engine at rest, too early costs a look: so the pace is corrected
 	// the faster in that direction. Both are fractions.
 	paceFaster = 32
-	paceSlower = 512
+	paceSlower = 256
 	// leadNanos is how long before the end of a piece the next one is enqueued: about what a nap may last too long.
 	leadNanos = 20_000
 	// lagNanos is how long after a piece should have ended it is looked for: a look too early costs another one.
