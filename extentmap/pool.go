@@ -400,6 +400,12 @@ func (p *Pool) RecordTenant(slot uint32) uint32 {
 	return binary.LittleEndian.Uint32(p.table.b[p.recordOffset(slot)+ondisk.RecordTenantOff:])
 }
 
+// RecordLease is what a lease says of a file: every pin reads it of all its files. Same rule as Record.
+func (p *Pool) RecordLease(slot uint32) (tokens uint32, nonce, generation uint64) {
+	b, le := p.record(slot), binary.LittleEndian
+	return le.Uint32(b[ondisk.RecordTokensOff:]), le.Uint64(b[ondisk.RecordNonceOff:]), le.Uint64(b[ondisk.RecordGenOff:])
+}
+
 // Touch notes a hit. It is durable at the next checkpoint that writes hits: a clean close, Volume.Checkpoint, or one
 // of the checkpoints by time every ten minutes. Writing them with every checkpoint would rewrite the table of every
 // block that was merely read.

@@ -239,10 +239,10 @@ func (ps *pinset) fill(grants []Grant) {
 				grants[i*width+j] = Grant{Slot: none}
 				continue
 			}
-			r := p.m.Record(s)
+			tokens, nonce, generation := p.m.RecordLease(s)
 			grants[i*width+j] = Grant{
-				Slot: s, Status: GrantPinned, Tokens: r.Tokens, Generation: r.Generation,
-				Seed: seed.Seed(&r.Key, r.Nonce, r.Generation),
+				Slot: s, Status: GrantPinned, Tokens: tokens, Generation: generation,
+				Seed: seed.Seed(p.m.RecordKey(s), nonce, generation),
 			}
 		}
 	}

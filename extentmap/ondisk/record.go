@@ -38,11 +38,14 @@ type Record struct {
 const (
 	RecordKeyOff      = 0
 	RecordParentOff   = 32
+	RecordNonceOff    = 64
+	RecordGenOff      = 72
 	RecordSeqOff      = 80
 	RecordTimeOff     = 88
 	RecordLastHitOff  = 96
 	RecordHitsOff     = 100
 	RecordTenantOff   = 104
+	RecordTokensOff   = 112
 	RecordPositionOff = 116
 	RecordStateOff    = 120
 )
@@ -53,15 +56,15 @@ func (r *Record) Encode(b []byte) {
 	le := binary.LittleEndian
 	copy(b, r.Key[:])
 	copy(b[RecordParentOff:], r.Parent[:])
-	le.PutUint64(b[64:], r.Nonce)
-	le.PutUint64(b[72:], r.Generation)
+	le.PutUint64(b[RecordNonceOff:], r.Nonce)
+	le.PutUint64(b[RecordGenOff:], r.Generation)
 	le.PutUint64(b[RecordSeqOff:], r.Sequence)
 	le.PutUint64(b[RecordTimeOff:], uint64(r.CommitTime))
 	le.PutUint32(b[RecordLastHitOff:], r.LastHit)
 	le.PutUint32(b[RecordHitsOff:], r.Hits)
 	le.PutUint32(b[RecordTenantOff:], r.Tenant)
 	le.PutUint32(b[108:], r.Owner)
-	le.PutUint32(b[112:], r.Tokens)
+	le.PutUint32(b[RecordTokensOff:], r.Tokens)
 	le.PutUint32(b[RecordPositionOff:], r.Position)
 	b[RecordStateOff] = uint8(r.State)
 	b[121] = r.Flags
@@ -74,15 +77,15 @@ func (r *Record) Decode(b []byte) {
 	le := binary.LittleEndian
 	r.Key = Key(b)
 	r.Parent = Key(b[RecordParentOff:])
-	r.Nonce = le.Uint64(b[64:])
-	r.Generation = le.Uint64(b[72:])
+	r.Nonce = le.Uint64(b[RecordNonceOff:])
+	r.Generation = le.Uint64(b[RecordGenOff:])
 	r.Sequence = le.Uint64(b[RecordSeqOff:])
 	r.CommitTime = int64(le.Uint64(b[RecordTimeOff:]))
 	r.LastHit = le.Uint32(b[RecordLastHitOff:])
 	r.Hits = le.Uint32(b[RecordHitsOff:])
 	r.Tenant = le.Uint32(b[RecordTenantOff:])
 	r.Owner = le.Uint32(b[108:])
-	r.Tokens = le.Uint32(b[112:])
+	r.Tokens = le.Uint32(b[RecordTokensOff:])
 	r.Position = le.Uint32(b[RecordPositionOff:])
 	r.State = State(b[RecordStateOff])
 	r.Flags = b[121]
