@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"unsafe"
 
 	"tuttifs/engine"
@@ -19,14 +20,29 @@ func keysOf(p *C.uint8_t, n C.uint64_t) ([]engine.Key, error) {
 	return array((*engine.Key)(unsafe.Pointer(p)), n, "keys")
 }
 
-// putLeases gives grants to the caller.
-func putLeases(leases []C.struct_tuttifs_lease, grants []engine.Grant) {
-	for i := range grants {
+// grantMemory is what grants of one call pass by in: a prompt has a thousand, and their memory is used again.
+var grantMemory = sync.Pool{New: func() any { return new([]engine.Grant) }}
+
+// giveLeases gives the caller what an engine's verb grants, and how many that are.
+func giveLeases(leases []C.struct_tuttifs_lease, count *C.uint64_t, verb func([]engine.Grant) (int, error)) error {
+	memory := grantMemory.Get().(*[]engine.Grant)
+	defer grantMemory.Put(memory)
+	if cap(*memory) < len(leases) {
+		*memory = make([]engine.Grant, len(leases))
+	}
+	grants := (*memory)[:len(leases)]
+	granted, err := verb(grants)
+	if err != nil {
+		return err
+	}
+	for i := range grants[:granted] {
 		g := &grants[i]
 		leases[i] = C.struct_tuttifs_lease{slot: C.uint32_t(g.Slot), tokens: C.uint32_t(g.Tokens),
 			generation: C.uint64_t(g.Generation), status: C.uint32_t(g.Status)}
 		*(*[16]byte)(unsafe.Pointer(&leases[i].seed)) = g.Seed
 	}
+	*count = C.uint64_t(granted)
+	return nil
 }
 
 //export goPeek
@@ -79,14 +95,9 @@ func goPin(h C.uintptr_t, tenant C.uint32_t, request C.uint64_t, keys *C.uint8_t
 		if pinned == nil {
 			return null("pinned")
 		}
-		grants := make([]engine.Grant, len(k))
-		got, err := p.Pin(uint32(tenant), uint64(request), k, grants)
-		if err != nil {
-			return err
-		}
-		putLeases(out, grants[:got])
-		*pinned = C.uint64_t(got)
-		return nil
+		return giveLeases(out, pinned, func(grants []engine.Grant) (int, error) {
+			return p.Pin(uint32(tenant), uint64(request), k, grants)
+		})
 	})
 }
 
@@ -119,14 +130,9 @@ func goReserve(h C.uintptr_t, tenant C.uint32_t, reserve C.uint64_t, items *C.st
 				Parent: *(*engine.Key)(unsafe.Pointer(&in[i].parent)),
 				Tokens: uint32(in[i].tokens), Position: uint32(in[i].position)}
 		}
-		grants := make([]engine.Grant, len(list))
-		got, err := p.Reserve(uint32(tenant), uint64(reserve), list, flags&C.TUTTIFS_PARTIAL != 0, grants)
-		if err != nil {
-			return err
-		}
-		putLeases(out, grants[:got])
-		*granted = C.uint64_t(got)
-		return nil
+		return giveLeases(out, granted, func(grants []engine.Grant) (int, error) {
+			return p.Reserve(uint32(tenant), uint64(reserve), list, flags&C.TUTTIFS_PARTIAL != 0, grants)
+		})
 	})
 }
 
