@@ -39,10 +39,10 @@ const (
 	gpuDepth       = 1024
 	gpuBounceBytes = 64 << 20
 	gpuStoreLanes  = 4
-	// gpuScratchBytes is for trailers, half for those that are read.
-	gpuScratchBytes = 8 << 20
+	// gpuScratchBytes is for trailers, half for those that are read: two thousand of a page each.
+	gpuScratchBytes = 16 << 20
 	// gpuDMABytes are for PRP lists, trailers on their way and buffers of the session's user.
-	gpuDMABytes = 16 << 20
+	gpuDMABytes = 24 << 20
 )
 
 // gpuSide is what a session has of a GPU.

@@ -20,13 +20,13 @@ func TestSessionDefaults(t *testing.T) {
 	require.Equal(t, 8, gpu.Lanes)
 	require.Equal(t, 1024, gpu.Depth)
 	require.Equal(t, 64<<20, gpu.BounceBytes)
-	require.Equal(t, 80<<20, gpu.DMABytes)
+	require.Equal(t, 88<<20, gpu.DMABytes)
 	require.Equal(t, gio.StagingDefault, gpu.GPU.StagingBytes)
 	require.Zero(t, asked.StagingBytes, "the caller's own stay as they are")
 	auto := SessionOptions{GPU: asked}.withDefaults(false)
 	require.Equal(t, 64<<20, auto.BounceBytes, "what a GPU session can register, its CPU stand-in can")
 	stores := SessionOptions{StoreBytes: 64 << 20, GPU: asked}.withDefaults(true)
-	require.Equal(t, 144<<20, stores.DMABytes)
+	require.Equal(t, 152<<20, stores.DMABytes)
 	own := SessionOptions{GPU: &GPUOptions{StagingBytes: 5}, Lanes: 1, Depth: 2, BounceBytes: 3, DMABytes: 4}
 	require.Equal(t, own, func() SessionOptions {
 		o := own.withDefaults(true)

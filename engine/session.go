@@ -20,7 +20,7 @@ import (
 type SessionOptions struct {
 	Lanes int // 4; with a GPU 8
 	Depth int // entries of each queue, 256; with a GPU 1024
-	// DMABytes is memory that controllers reach: buffers made of Session.DMA lie in it. 256 MiB; with a GPU 16 MiB more
+	// DMABytes is memory that controllers reach: buffers made of Session.DMA lie in it. 256 MiB; with a GPU 24 MiB more
 	// than BounceBytes; with StoreBytes so much more.
 	DMABytes int
 	// BounceBytes of the DMA memory are for buffers elsewhere. 0: direct only; with GPU options 64 MiB.
@@ -349,7 +349,7 @@ func (s *Session) build(o SessionOptions) error {
 		config.Armed, config.Wake = nil, nil
 	}
 	if s.gpu.context != nil {
-		// A request waits for its trailers before anything else: room for a thousand and more at a time.
+		// A request waits for its trailers before anything else: what fits is read beside the first layer.
 		config.ScratchBytes = min(gpuScratchBytes, (len(config.DMA)-config.BounceBytes-config.StoreBytes)/2&^4095)
 		return s.buildGPU(config, o.GPU)
 	}

@@ -34,7 +34,7 @@ type RingConfig struct {
 	// BounceBytes at the start of DMA are bounce cells, divided among the lanes; 0 means direct only.
 	BounceBytes int
 	// ScratchBytes of DMA behind the bounce cells hold trailers on their way, one half those that are read and one those
-	// that are written; 0 means 1 MiB, or an eighth of a smaller DMA memory.
+	// that are written; 0 means 8 MiB, or an eighth of a smaller DMA memory. A request waits for every round of what fits.
 	ScratchBytes int
 	// StoreBytes of DMA behind the bounce cells are the store buffer, into which StoreLayer evacuates what it stores, to
 	// be written when the drives have time for it; 0: none. The last StoreLanes of Lanes carry those writes and nothing
@@ -68,7 +68,7 @@ const (
 	LanesMax = 256
 	// DeadlineDefault is the time a wait or a chunk may take.
 	DeadlineDefault = 30 * time.Second
-	scratchDefault  = 1 << 20
+	scratchDefault  = 8 << 20
 )
 
 // Ring is the CPU executor. Safe for concurrent use; one lane serves one chunk at a time. It has no thread of its

@@ -117,7 +117,7 @@ struct tuttifs_session_options {
 	const char *device;      /* the GPU: ordinal, PCI bus address or UUID ("GPU-..."). NULL: "0" */
 	uint32_t lanes;          /* sets of queue pairs, one chunk in flight each: 4 / 8 */
 	uint32_t depth;          /* entries of a queue, a power of two: 256 / 1024 */
-	uint64_t dma_bytes;      /* host memory that controllers reach: 256 MiB / 16 MiB more than bounce_bytes; and both
+	uint64_t dma_bytes;      /* host memory that controllers reach: 256 MiB / 24 MiB more than bounce_bytes; and both
 	                            more by store_bytes */
 	uint64_t bounce_bytes;   /* of it, for memory that they do not reach: 64 MiB */
 	uint64_t staging_bytes;  /* device memory that transfers pass through: - / 256 MiB */
