@@ -38,6 +38,8 @@ type layerState struct {
 	sums    []uint64 // [slot*objects + ordinal in rank]
 	owned   []uint64 // places of storeOwners
 
+	failures atomic.Int32 // how many slots have failed
+
 	mu       sync.Mutex
 	failed   []error
 	stored   []bool // by ordinal, once a ticket that wrote it has been waited for
@@ -256,18 +258,20 @@ func (r *trailerRound) settle(failed []Result, write bool, each func(i int, b []
 }
 
 // inParallel calls f with the numbers below n, many at a time on a thread: a prompt has a thousand trailers, and a
-// request waits for them.
+// request waits for them. The caller has its share, since threads of engines do not wait for others cheaply.
 func inParallel(n int, f func(i int)) {
 	const least = 128 // worth a thread
-	workers := min(4, runtime.GOMAXPROCS(0), (n+least-1)/least)
-	var group sync.WaitGroup
-	for w := range workers {
-		group.Go(func() {
-			for i := w * n / workers; i < (w+1)*n/workers; i++ {
-				f(i)
-			}
-		})
+	workers := max(1, min(4, runtime.GOMAXPROCS(0), n/least))
+	share := func(w int) {
+		for i := w * n / workers; i < (w+1)*n/workers; i++ {
+			f(i)
+		}
 	}
+	var group sync.WaitGroup
+	for w := 1; w < workers; w++ {
+		group.Go(func() { share(w) })
+	}
+	share(0)
 	group.Wait()
 }
 
@@ -485,6 +489,9 @@ func spread(n, bytes int, f func(k int)) {
 }
 
 func (l *layerState) slotError(i int) error {
+	if l.failures.Load() == 0 {
+		return nil // as nearly always: all slots are asked about for every layer
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.failed[i]
@@ -496,6 +503,7 @@ func (l *layerState) failSlot(i int, err error) {
 	defer l.mu.Unlock()
 	if l.failed[i] == nil {
 		l.failed[i] = err
+		l.failures.Add(1)
 	}
 }
 
