@@ -70,7 +70,7 @@ func (g *gpuSide) close(ring error) error {
 func (s *Session) buildGPU(config gio.RingConfig, o *GPUOptions) error {
 	c := gio.GPUConfig{RingConfig: config, Context: s.gpu.context, StagingBytes: o.StagingBytes,
 		Polling: o.Polling, PollSMs: o.PollSMs}
-	if t := s.paces.Table(); t != nil { // the scheduler takes what it needs of it
+	if t := s.paces.Table(); t != nil { // the scheduler has the largest only while compute stands
 		grids := t.IO.Harvest.Grids
 		c.HarvestBlocks = max(gio.HarvestBlocksDefault, grids[len(grids)-1].Blocks)
 	}

@@ -65,6 +65,10 @@ type Budget struct {
 	Write Share `json:"write"`
 }
 
+// gridSpare: one part in so many of what fits a window is left out, so that a grid that is smaller, and little slower,
+// will do. The largest one would always bring a few objects more.
+const gridSpare = 20
+
 // objectsMax bounds the search for a share; no window holds so many objects.
 const objectsMax = 1 << 30
 
@@ -125,16 +129,21 @@ func (io *IO) fits(way Way, objects int, g *Grid, window time.Duration) bool {
 		busy*float64(g.Blocks) <= h.SMShareMax*float64(BlocksPerSM*h.SMs)*float64(window)
 }
 
-// share is the most objects that fit, with the smallest grid that lets so many fit.
-func (io *IO) share(way Way, window time.Duration) (s Share) {
+// share is the most objects that fit with any grid, but for one part in gridSpare, and the smallest grid with which so
+// many fit.
+func (io *IO) share(way Way, window time.Duration) Share {
+	n := 0
 	for i := range io.Harvest.Grids {
 		g := &io.Harvest.Grids[i]
-		n := sort.Search(objectsMax, func(n int) bool { return !io.fits(way, n+1, g, window) })
-		if n > s.Objects {
-			s = Share{Objects: n, Bytes: int64(n) * io.ObjectBytes, Blocks: g.Blocks}
+		n = max(n, sort.Search(objectsMax, func(n int) bool { return !io.fits(way, n+1, g, window) }))
+	}
+	n -= n / gridSpare
+	for i := range io.Harvest.Grids {
+		if g := &io.Harvest.Grids[i]; n > 0 && io.fits(way, n, g, window) {
+			return Share{Objects: n, Bytes: int64(n) * io.ObjectBytes, Blocks: g.Blocks}
 		}
 	}
-	return s
+	return Share{}
 }
 
 // Budget is what fits a window, which may be measured, corrected or what is left of one.

@@ -3,6 +3,7 @@ package slack
 import (
 	"math"
 	"math/rand/v2"
+	"sort"
 	"testing"
 	"time"
 
@@ -61,7 +62,8 @@ func randomFacts(r *rand.Rand) IO {
 	return io
 }
 
-// What a budget allows ends within the window and its harvest within its SMs; one object more does not, with any grid.
+// What a budget allows ends within the window and its harvest within its SMs; it is all that does with any grid but for
+// one part in gridSpare, and no smaller grid brings as much.
 func TestBudgetFitsAndIsTheMost(t *testing.T) {
 	r := rand.New(rand.NewPCG(1, 2))
 	for range 500 {
@@ -81,7 +83,8 @@ func TestBudgetFitsAndIsTheMost(t *testing.T) {
 			require.Equal(t, s.Objects == 0, s.Blocks == 0)
 			for i := range io.Harvest.Grids {
 				g := &io.Harvest.Grids[i]
-				require.False(t, s.Objects < objectsMax && io.fits(way, s.Objects+1, g, window))
+				more := s.Objects + s.Objects/(gridSpare-1) + 1 // the least of which a part is more than there is
+				require.False(t, more <= objectsMax && io.fits(way, more, g, window))
 				if g.Blocks == s.Blocks {
 					require.True(t, io.fits(way, s.Objects, g, window))
 				} else if g.Blocks < s.Blocks {
@@ -120,7 +123,7 @@ func TestBudgetByHand(t *testing.T) {
 	want := time.Duration(math.Ceil(380e3 + bytes/29 + bytes/265))
 	require.Equal(t, want, io.Time(Read, Share{Objects: 240, Blocks: 8}))
 	require.Equal(t, want, io.Time(Read, Share{Objects: 240, Blocks: 7}), "an unknown grid counts as the slowest")
-	require.GreaterOrEqual(t, io.Budget(want).Read.Objects, 240)
+	require.GreaterOrEqual(t, io.Budget(want).Read.Objects, 240-240/gridSpare)
 	require.Equal(t, 16, io.Objects(1024))
 	require.Equal(t, 17, io.Objects(1025))
 	require.Zero(t, io.Objects(0))
@@ -130,6 +133,37 @@ func TestBudgetByHand(t *testing.T) {
 	// Absurd facts saturate.
 	io.Read.RingBytesPerSecond = 1e5
 	require.Positive(t, io.Time(Read, Share{Objects: math.MaxInt, Blocks: 8}))
+}
+
+// The grid is the smallest whose harvest keeps up with what the window's I/O brings, within a few per cent: what a
+// larger one saves at the end of the last harvest is little of a long window, and more of a short one.
+func TestBudgetTakesTheSmallestGrid(t *testing.T) {
+	for name, c := range map[string]struct {
+		drives float64
+		grids  map[time.Duration]int
+	}{
+		"the link alone": {0, map[time.Duration]int{
+			time.Millisecond: 16, 2 * time.Millisecond: 16, 4 * time.Millisecond: 16, 6 * time.Millisecond: 8,
+			15700 * time.Microsecond: 8}},
+		"29 GB/s": {29e9, map[time.Duration]int{
+			time.Millisecond: 16, 4 * time.Millisecond: 16, 6 * time.Millisecond: 8, 50 * time.Millisecond: 8}},
+		"a harvest that is no faster than its I/O": {200e9, map[time.Duration]int{
+			time.Millisecond: 32, 4 * time.Millisecond: 16, 15 * time.Millisecond: 8}},
+	} {
+		io := facts()
+		io.Read.LatencyUS, io.Read.DrivesBytesPerSecond = 250, c.drives
+		if c.drives > io.Read.RingBytesPerSecond {
+			io.Read.RingBytesPerSecond = c.drives
+		}
+		io.Harvest.Grids = []Grid{{8, 235e9}, {16, 429e9}, {32, 704e9}}
+		io.Harvest.SMShareMax = 1
+		for window, blocks := range c.grids {
+			s := io.Budget(window).Read
+			require.Equal(t, blocks, s.Blocks, "%s, %v", name, window)
+			largest := sort.Search(objectsMax, func(n int) bool { return !io.fits(Read, n+1, &io.Harvest.Grids[2], window) })
+			require.GreaterOrEqual(t, s.Objects, largest-largest/gridSpare)
+		}
+	}
 }
 
 func TestLookup(t *testing.T) {

@@ -346,7 +346,7 @@ func (l *lengthsFlag) Set(text string) error {
 	return nil
 }
 
-// parseGrids reads 8:265,16:447.
+// parseGrids reads 8:235,16:429.
 func parseGrids(text string) (grids []slack.Grid, err error) {
 	for _, part := range strings.Split(text, ",") {
 		blocks, rate, _ := strings.Cut(part, ":")
