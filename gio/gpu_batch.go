@@ -43,7 +43,6 @@ type gpuTicket struct {
 	nth      int64 // of the reads
 	size     ioSize
 	after    *cuda.Event  // nothing is touched before it
-	computed *atomic.Bool // of a layer that is stored: tells the scheduler that it has come; nil: nobody asks
 	began    bool         // I/O thread: it has come, or there is none
 	stream   *cuda.Stream // of all its harvests or gathers
 	event    *cuda.Event  // of the last one; nil where nobody waits on it
@@ -222,22 +221,11 @@ func (g *GPU) issueHeld(write bool, m *Map, ctxs []IOCTX, o batchOptions) (*gpuT
 		t.abandon()
 		return nil, err
 	}
-	if s := g.config.Scheduler; s != nil && write && t.after != nil && t.layer != noLayer {
-		t.computed = s.storeAfter(int(t.layer))
-	}
 	if err := g.enqueue(t); err != nil {
-		t.tellComputed()
 		t.abandon()
 		return nil, err
 	}
 	return t, nil
-}
-
-// tellComputed says that a store waits no longer for the compute of its layer.
-func (t *gpuTicket) tellComputed() {
-	if t.computed != nil {
-		t.computed.Store(true)
-	}
 }
 
 func (g *GPU) newTicket(m *Map, n int, write bool, o *batchOptions) *gpuTicket {

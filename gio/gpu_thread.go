@@ -434,7 +434,6 @@ func (th *ioThread) release(int64) (moved bool, err error) {
 		}
 		moved = true
 		th.held = append(th.held[:i], th.held[i+1:]...)
-		t.tellComputed()
 		th.admit(t)
 	}
 	return moved, nil
@@ -552,7 +551,6 @@ func (t *gpuTicket) finish(hung error) {
 	if !t.ended.CompareAndSwap(false, true) {
 		return
 	}
-	t.tellComputed()
 	if !t.aside {
 		t.g.busy.Add(-1)
 	}

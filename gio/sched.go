@@ -3,7 +3,6 @@ package gio
 import (
 	"fmt"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"tuttifs/slack"
@@ -58,8 +57,7 @@ type Event interface {
 // told is something that compute does.
 type told struct {
 	do    func(p *policy, now int64)
-	event Event        // it is done when this has come
-	mark  *atomic.Bool // or when this is set; neither: now
+	event Event // it is done when this has come; nil: now
 	pass  uint64
 }
 
@@ -95,7 +93,7 @@ func (s *Scheduler) tell(t told) {
 	s.order.Lock()
 	defer s.order.Unlock()
 	t.pass = s.passes
-	if s.waiting = append(s.waiting, t); t.event != nil || t.mark != nil {
+	if s.waiting = append(s.waiting, t); t.event != nil {
 		s.waker()() // its thread looks for it
 		return
 	}
@@ -150,13 +148,10 @@ func (s *Scheduler) look(now int64) (more bool) {
 	}
 	defer s.order.Unlock()
 	for len(s.waiting) > 0 {
-		switch t := &s.waiting[0]; {
-		case t.event != nil:
-			if done, err := t.event.Query(); err == nil && !done {
+		if event := s.waiting[0].event; event != nil {
+			if done, err := event.Query(); err == nil && !done {
 				return true
 			}
-		case t.mark != nil && !t.mark.Load():
-			return true
 		}
 		s.next(now)
 	}
@@ -187,23 +182,9 @@ func checkPass(input, prefix, layers int) error {
 // LayerDone says that compute has done a layer of the pass, and all before it, or will have when an event has come; the
 // last one's ends the pass. One that is done already is not done again, and without a pass it says nothing. The event
 // was recorded before, and stays as it is until the second pass after this one begins. Only an executor on a GPU looks
-// for events: on the CPU it is nil.
+// for events: on the CPU it is nil. What is stored says nothing of compute: it may be of a pass that is over.
 func (s *Scheduler) LayerDone(layer int, after Event) {
 	s.tell(told{do: func(p *policy, now int64) { p.layerDone(now, layer) }, event: after})
-}
-
-// storeAfter is LayerDone of a layer that is stored behind an event of compute's. The executor looks for the event
-// itself, and sets the mark. It is nil while nothing was ever told.
-func (s *Scheduler) storeAfter(layer int) *atomic.Bool {
-	s.order.Lock()
-	silent := s.passes == 0
-	s.order.Unlock()
-	if silent {
-		return nil
-	}
-	mark := new(atomic.Bool)
-	s.tell(told{do: func(p *policy, now int64) { p.layerDone(now, layer) }, mark: mark})
-	return mark
 }
 
 // DecodeStep begins a decode step over so many tokens, and ends what was under way.

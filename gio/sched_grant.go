@@ -53,10 +53,13 @@ func (p *policy) progress(window int64) int64 {
 	return max(p.share(slack.Write, window).Bytes, p.io.ObjectBytes)
 }
 
-// computeEnds is when the layer that is computed will be done, as far as is known: not before now.
+// computeEnds is when the layer or step that is computed will be done, as far as is known: not before now.
 func (p *policy) computeEnds(now int64) int64 {
 	return max(now, p.pass.since+p.pass.stood+p.pass.window)
 }
+
+// left is what of writes fits the rest of the layer or step that is computed, those in flight included.
+func (p *policy) left(now int64) int64 { return p.share(slack.Write, p.computeEnds(now)-now).Bytes }
 
 // awaited is the last layer that compute waits for, or will have to wait for even if nothing but its reads is done from
 // now on.
@@ -160,9 +163,9 @@ func (p *policy) more(now int64, l *load) (bytes int64, cause Cause, again int64
 	case p.c.NoBudget:
 		return unlimited, CauseOff, never
 	case s.kind == passPrefill:
-		return p.share(slack.Write, p.computeEnds(now)-now).Bytes - writing, CauseWindow, aged
+		return p.left(now) - writing, CauseWindow, aged
 	case s.kind == passDecode:
-		return s.step, CauseDecode, min(aged, p.overAt()+1)
+		return p.left(now) - writing, CauseDecode, min(aged, p.overAt()+1)
 	case now >= s.ended+int64(p.c.Idle):
 		return p.atLeast(l, p.progress(idleNanos)-writing), CauseIdle, aged
 	}
@@ -188,10 +191,7 @@ func (p *policy) wrote(bytes int64) {
 	switch cause {
 	case CauseAge:
 		g.turnLeft = max(0, g.turnLeft-bytes)
-	case CauseDecode:
-		p.pass.step = max(0, p.pass.step-bytes)
-		g.windowed += bytes
-	case CauseWindow:
+	case CauseWindow, CauseDecode:
 		g.windowed += bytes
 	}
 	if p.reads.flying > 0 {

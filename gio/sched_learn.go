@@ -9,7 +9,7 @@ import (
 	"tuttifs/slack"
 )
 
-// estimate is the logarithm (base 2) of a factor that is learned from samples. One sample in two may be wrong by any
+// estimate is the logarithm (base 2) of a factor that is learned from samples. Two of any five may be wrong by any
 // amount: each step goes towards the median of the last five.
 type estimate struct {
 	recent [5]float64
@@ -152,7 +152,7 @@ type flow struct {
 	since   int64
 	bytes   int64 // that have arrived since then
 	fresh   bool  // nothing was in flight before that: the latency is in it
-	limited bool  // less was in flight than keeps the drives busy: this says nothing of the rate
+	limited bool  // less was in flight than keeps the drives busy, or reads were: this says nothing of the rate
 }
 
 const (

@@ -27,7 +27,8 @@ type policy struct {
 	read, write flow
 	bytesAToken float64 // of a layer's reads: the table's, or learned; 0: not known
 
-	first     int   // the least number of a layer that was ever heard of; of a pipeline's later stage it is not 0
+	first     int   // the least layer that was ever read or told
+	restores  bool  // layers were read: first is the first one; else it may have been told for all before it
 	at        int64 // of the last call
 	announced int   // passes that were begun and wait for compute to come to them
 	pass      pass
@@ -43,8 +44,8 @@ const (
 	idleNanos = int64(10 * time.Millisecond) // of writes that are in flight at a time while nothing computes
 	turnNanos = int64(5 * time.Millisecond)  // of those that are too old to wait
 	turnEvery = 25                           // beside reads they have one part in so many of the time
-	// stepUnknown is when a decode step is taken for the last one, where nothing is known of what it takes.
-	stepUnknown = int64(100 * time.Millisecond)
+	// stepOver is the least after which a decode step without a successor is taken for the last one.
+	stepOver = int64(100 * time.Millisecond)
 )
 
 // firstCounts is how few layers a pass must have for its first one's time to say something of the others'.
@@ -73,8 +74,8 @@ type pass struct {
 	stood         int64 // what compute has stood in the layer
 	window        int64 // of the layer or step, 0: not known
 	ahead         slack.Share
-	step          int64 // bytes of writes that a decode step has left
 	ended         int64 // when there was none any more
+	unended       bool  // it was a decode step, which was only taken for the last one: it may go on
 	predicted     int64 // of the pass with its reads, 0: nothing
 	bytes         int64 // of its layers' reads that have arrived
 }
@@ -115,9 +116,9 @@ func (p *policy) prefill(now int64, input, prefix, layers int) {
 	p.beginLayer(now)
 }
 
-// begins is the first layer of a pass.
+// begins is the first layer of a pass: of a pipeline's later stage it is not 0.
 func (p *policy) begins(layers int) int {
-	if p.first < layers {
+	if p.restores && p.first < layers {
 		return p.first
 	}
 	return 0
@@ -141,14 +142,16 @@ func (p *policy) layerDone(now int64, layer int) {
 	if layer < s.layer {
 		return
 	}
-	n := min(layer, s.layers-1) + 1 - s.layer
-	// Before the first layer computes, its pass is prepared.
-	if took := (now - s.since - s.stood) / int64(n); took > 0 && (s.layer > p.begins(s.layers) || s.layers < firstCounts) {
+	first, end := p.begins(s.layers), min(layer+1, s.layers)
+	n := end - max(s.layer, first)
+	// Before the first layer computes, its pass is prepared: it says little alone, and is one of many in a whole pass.
+	counts := s.layer > first || end == s.layers || s.layers-first < firstCounts
+	if took := (now - s.since - s.stood) / int64(n); took > 0 && counts {
 		p.windows.note(s.input, s.prefix, took)
 	}
 	p.stats.Layers += uint64(n)
 	p.endWindow()
-	if s.layer += n; s.layer < s.layers {
+	if s.layer = end; s.layer < s.layers {
 		p.beginLayer(now)
 		return
 	}
@@ -166,13 +169,16 @@ func (p *policy) decodeStep(now int64, length int) {
 	}
 	window := p.windows.step(length, layers)
 	p.pass = pass{kind: passDecode, prefix: length, layers: layers, begin: now, since: now, window: window,
-		ahead: p.share(slack.Read, window), step: p.share(slack.Write, window).Bytes}
+		ahead: p.share(slack.Read, window)}
 	p.stats.DecodeSteps++
 }
 
+// noteStep learns from a decode step that ends, for somebody says so: also where it was taken for over long ago, or no
+// step would ever be longer than was believed.
 func (p *policy) noteStep(now int64) {
-	if s := &p.pass; s.kind == passDecode {
+	if s := &p.pass; s.kind == passDecode || s.unended {
 		p.windows.noteStep(s.prefix, s.layers, now-s.since)
+		s.unended = false
 	}
 }
 
@@ -201,10 +207,7 @@ func (p *policy) endWindow() {
 
 // overAt is when a decode step that has no successor is taken for the last one.
 func (p *policy) overAt() int64 {
-	if p.pass.window == 0 {
-		return p.pass.since + stepUnknown
-	}
-	return p.pass.since + 2*p.pass.window + int64(p.c.Idle)
+	return p.pass.since + max(2*p.pass.window+int64(p.c.Idle), stepOver)
 }
 
 // stands says whether compute stands because the reads of the layer that is next are not there.
@@ -235,6 +238,7 @@ func (p *policy) account(now int64) int64 {
 	}
 	if p.pass.kind == passDecode && now > p.overAt() {
 		p.end(p.pass.since + p.pass.window)
+		p.pass.unended = true
 	}
 	return now
 }
@@ -266,7 +270,7 @@ func (p *policy) note(e ioEvent) {
 	switch e.kind {
 	case readQueued:
 		if layer != noLayer {
-			p.first = min(p.first, layer)
+			p.first, p.restores = min(p.first, layer), true
 		}
 		p.reads.queued(layer, bytes, p.forNext(layer))
 	case readIssued:
@@ -288,6 +292,9 @@ func (p *policy) note(e ioEvent) {
 		p.write.issue(now, bytes)
 		p.wrote(bytes)
 	case writeArrived:
+		if p.reads.flying > 0 {
+			p.write.limited = true // of a turn beside reads, which have the drives most of the time
+		}
 		p.write.done(now, bytes)
 		p.granted.windowed = min(p.granted.windowed, p.write.flying)
 	}

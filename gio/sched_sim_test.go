@@ -287,11 +287,11 @@ func (s *sim) checkWrite(l *load) {
 		s.turnBytes += int64(l.next.bytes)
 		require.LessOrEqual(s.t, s.turnBytes, 2*s.turnShare, "a turn beside reads")
 	}
-	if s.p.granted.cause == CauseWindow {
+	if cause := s.p.granted.cause; cause == CauseWindow || cause == CauseDecode {
 		takes := int64(float64(l.writing.bytes+l.next.bytes) * 1e9 / s.p.write.bytesPerSecond())
 		left := s.p.pass.since + s.p.pass.stood + s.p.pass.window - s.now
 		if takes > left {
-			require.Failf(s.t, "writes that do not end in their window", "%d us, %d are left", takes/us, left/us)
+			require.Failf(s.t, "writes that do not end in their window or step", "%d us, %d are left", takes/us, left/us)
 		}
 	}
 }

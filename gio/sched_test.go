@@ -25,8 +25,9 @@ func schedTable(t *testing.T, scale float64, d simDrives) *slack.Table {
 			Machine: slack.Machine{GPU: "g", Driver: "d", PCIe: "p", CPU: "c"},
 		},
 		IO: slack.IO{BytesPerToken: 4096, ObjectBytes: 64 << 10, Read: way(d.readRate), Write: way(d.writeRate),
-			Harvest: slack.Harvest{SMs: 132, SMShareMax: 1, LaunchBytes: 1 << 20, Grids: []slack.Grid{
-				{Blocks: 8, BytesPerSecond: 250e9}, {Blocks: 32, BytesPerSecond: 255e9}}}},
+			Harvest: slack.Harvest{SMs: 132, SMShareMax: 0.0125, LaunchBytes: 64 << 20, Grids: []slack.Grid{
+				{Blocks: 8, BytesPerSecond: 235e9}, {Blocks: 16, BytesPerSecond: 429e9},
+				{Blocks: 32, BytesPerSecond: 704e9}}}},
 	}
 	var times []slack.LayerTime
 	for _, input := range []int{1, 256, 4096, 65536} {
@@ -296,8 +297,6 @@ func (s *sim) finish(busy func(stop func() bool)) int64 {
 // TestSchedulerFinish: whoever waits in Finish in the middle of passes waits for Patience and for the writes
 // themselves; beside reads without an end these have their turns and no more.
 func TestSchedulerFinish(t *testing.T) {
-	const bytes = 32 << 20
-	takes := int64(float64(bytes) * 1e9 / schedDrives.writeRate)
 	table := schedTable(t, 1, schedDrives)
 	computing := func(s *sim) func(func() bool) { // in windows that are too short for any write
 		return func(stop func() bool) {
@@ -320,21 +319,26 @@ func TestSchedulerFinish(t *testing.T) {
 			}
 		}
 	}
-	turns := 1 + (takes+turnNanos-1)/turnNanos // the last one for the trailers
+	takes := func(bytes int64) int64 { return int64(float64(bytes) * 1e9 / schedDrives.writeRate) }
+	turns := func(bytes int64) int64 { // the last one for the trailers
+		return (1 + (takes(bytes)+turnNanos-1)/turnNanos) * turnEvery * turnNanos
+	}
 	for name, c := range map[string]struct {
-		busy func(*sim) func(func() bool)
-		most int64
+		busy  func(*sim) func(func() bool)
+		bytes int64
+		most  int64
 	}{
-		"computing": {computing, int64(PatienceDefault) + takes + 10*ms},
-		"reading":   {reading, int64(PatienceDefault) + turns*turnEvery*turnNanos + 50*ms},
+		"computing":                {computing, 32 << 20, takes(32<<20) + 10*ms},
+		"reading":                  {reading, 32 << 20, turns(32<<20) + 50*ms},
+		"reading, a large backlog": {reading, 320 << 20, turns(320<<20) + 50*ms},
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newSim(t, 1, SchedulerConfig{Table: table}, schedDrives)
 			busy := c.busy(s)
-			s.deferWrite(bytes)
+			s.deferWrite(c.bytes)
 			took := s.finish(busy)
-			t.Logf("%d MiB, which take %d ms alone: %d ms", bytes>>20, takes/ms, took/ms)
-			require.LessOrEqual(t, took, c.most)
+			t.Logf("%d MiB, which take %d ms alone: %d ms", c.bytes>>20, takes(c.bytes)/ms, took/ms)
+			require.LessOrEqual(t, took, int64(PatienceDefault)+c.most)
 			require.Greater(t, took, int64(PatienceDefault), "compute and reads went first")
 			if s.beside > 0 {
 				require.Less(t, float64(s.beside)/schedDrives.writeRate, 0.08*float64(took)/1e9, "the reads' part of the time")
@@ -431,10 +435,13 @@ func TestSchedulerSwitches(t *testing.T) {
 
 // TestSchedulerHarvest: the smallest grid that keeps up while something computes, the fastest while it stands.
 func TestSchedulerHarvest(t *testing.T) {
-	s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, 900, schedDrives)}, schedDrives)
+	link := simDrives{readRate: 50e9, writeRate: 50e9, latency: 250 * us}
+	s := newSim(t, 1, SchedulerConfig{Table: schedTable(t, 900, link)}, link)
 	require.Equal(t, HarvestBlocksDefault, s.p.harvestBlocks(s.now), "nobody knows of compute")
-	s.p.prefill(s.now, 4096, 4096, 4)
-	require.Equal(t, 8, s.p.harvestBlocks(s.now))
+	for input, blocks := range map[int]int{1024: 16, 2048: 16, 8192: 8, 65536: 8} {
+		s.p.prefill(s.now, input, 4096, 4)
+		require.Equal(t, blocks, s.p.harvestBlocks(s.now), "windows of %d us", s.p.pass.window/us)
+	}
 	s.read(0, 1<<20)
 	require.Equal(t, 32, s.p.harvestBlocks(s.now))
 	none := newSim(t, 1, SchedulerConfig{}, schedDrives)
@@ -586,12 +593,8 @@ func TestSchedulerEvents(t *testing.T) {
 	require.Equal(t, 1, rung)
 	var e [6]schedEvent
 	s.LayerDone(0, &e[0])
-	stored := s.storeAfter(1)
 	s.LayerDone(2, nil)
 	require.Greater(t, rung, 1, "the executor's thread is to look for events")
-	require.True(t, s.look(clock()))
-	want(passPrefill, 0)
-	stored.Store(true)
 	require.True(t, s.look(clock()))
 	want(passPrefill, 0)
 	e[0].done = true
@@ -639,4 +642,112 @@ func TestSchedulerRefuses(t *testing.T) {
 	s.EndPass()
 	require.Zero(t, s.Stats().Layers)
 	require.Empty(t, s.LayerBubbles())
+}
+
+// TestSchedulerDecodeConverges: what a step takes is learned however much longer it is than was believed, and however
+// long it takes where nothing was; and once it is, nothing in a step passes for idleness. What is between the steps of
+// two answers is not learned.
+func TestSchedulerDecodeConverges(t *testing.T) {
+	table := schedTable(t, 900, schedDrives)
+	believed := 16 * schedWindow(900, 1, 4096)
+	for name, c := range map[string]struct {
+		table *slack.Table
+		truth int64
+	}{
+		"half":        {table, believed / 2},
+		"twice":       {table, 2 * believed},
+		"7 ms":        {table, 7 * ms},
+		"10 ms":       {table, 10 * ms},
+		"1 s":         {table, 1000 * ms},
+		"none, 4 ms":  {nil, 4 * ms},
+		"none, 90 ms": {nil, 90 * ms},
+		"none, 110ms": {nil, 110 * ms},
+		"none, 3 s":   {nil, 3000 * ms},
+	} {
+		t.Run(name, func(t *testing.T) {
+			s := newSim(t, 1, SchedulerConfig{Table: c.table, MaxAge: time.Hour}, schedDrives)
+			step := simPass{decode: true, prefix: 4096, window: c.truth, jitter: 0.05}
+			for range 40 {
+				s.run(step)
+			}
+			s.p.decodeStep(s.now, 4096)
+			require.InEpsilon(t, c.truth, s.p.pass.window, 0.1)
+			s.deferWrite(512 << 20)
+			for range 12 {
+				s.run(step)
+			}
+			require.Zero(t, s.p.snapshot(s.now).Issued[CauseIdle])
+			for range 8 {
+				for range 6 {
+					s.run(step)
+				}
+				s.until(s.now+10*c.truth+1000*ms, nil) // nobody says that the answer has ended
+			}
+			s.p.decodeStep(s.now, 4096)
+			require.InEpsilon(t, c.truth, s.p.pass.window, 0.1)
+		})
+	}
+}
+
+// TestSchedulerDecodeEnds: what is granted for a decode step ends in it: less is left of a step that has gone on for a
+// while, or beside what is in flight.
+func TestSchedulerDecodeEnds(t *testing.T) {
+	const truth = 4 * ms
+	s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	for range 10 {
+		s.run(simPass{decode: true, prefix: 4096, window: truth})
+	}
+	s.p.decodeStep(s.now, 4096)
+	begun := s.now
+	granted := func(writing uint64) int64 {
+		l := load{deferred: ioSize{64, 64 << 20}, next: ioSize{1, 1 << 20}, writing: ioSize{1, writing}, oldest: s.now}
+		return int64(s.p.writes(s.now, &l).bytes)
+	}
+	whole := granted(0)
+	require.Equal(t, s.p.share(slack.Write, s.p.pass.window).Bytes, whole)
+	require.Equal(t, whole-1<<20, granted(1<<20))
+	require.Zero(t, granted(40<<20))
+	s.now = begun + s.p.pass.window/2
+	require.Less(t, granted(0), whole/2)
+	s.now = begun + s.p.pass.window*9/10
+	require.LessOrEqual(t, s.p.write.takes(granted(0)), s.p.pass.window/10)
+	require.Zero(t, granted(2<<20))
+	s.now = begun + s.p.pass.window
+	require.Zero(t, granted(0))
+}
+
+// TestSchedulerLastLayerOnly: a pass may be told by its last layer alone: all before it are done with it.
+func TestSchedulerLastLayerOnly(t *testing.T) {
+	const layers, window = 32, ms
+	s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+	for range 8 {
+		s.p.prefill(s.now, 4096, 0, layers)
+		s.until(s.now+layers*window, nil)
+		s.p.layerDone(s.now, layers-1)
+		require.Equal(t, passNone, s.p.pass.kind)
+	}
+	require.EqualValues(t, 8*layers, s.p.snapshot(s.now).Layers)
+	learned, sure := s.p.windows.layer(4096, 0)
+	require.True(t, sure)
+	require.InEpsilon(t, window, learned, 0.01)
+
+	// What is told later layer by layer begins with the first one.
+	s.run(simPass{input: 4096, layers: layers, window: window})
+	require.EqualValues(t, 9*layers, s.p.snapshot(s.now).Layers)
+
+	// A later stage of a pipeline is known by what it reads.
+	s = newSim(t, 1, SchedulerConfig{}, schedDrives)
+	for range 8 {
+		s.p.prefill(s.now, 4096, 4096, layers)
+		for l := layers / 2; l < layers; l++ {
+			s.read(l, 64<<10)
+		}
+		s.until(s.now+60_000*ms, func() bool { return len(s.queue) == 0 })
+		s.until(s.now+layers/2*window, nil)
+		s.p.layerDone(s.now, layers-1)
+	}
+	require.EqualValues(t, 8*layers/2, s.p.snapshot(s.now).Layers)
+	learned, sure = s.p.windows.layer(4096, 4096)
+	require.True(t, sure)
+	require.InEpsilon(t, window, learned, 0.1)
 }

@@ -499,8 +499,8 @@ int tuttifs_prefill(tuttifs_session_t session, uint32_t input, uint32_t prefix, 
 
 /* A layer of the pass, and all before it, is computed; the last one's ends the pass. after, where not NULL, was recorded
  * behind it, and is neither destroyed nor recorded again before the second pass or decode step after this one has been
- * begun; TUTTIFS_ENOTSUP with the CPU executor. The event of tuttifs_store_layer says the same: layers that are stored
- * behind an event need not be told. */
+ * begun; TUTTIFS_ENOTSUP with the CPU executor. A pass may be told by its last layer alone. Transfers say nothing of
+ * compute, whatever event they come behind: layers that are stored are told as well. */
 int tuttifs_layer_done(tuttifs_session_t session, uint32_t layer, tuttifs_event_t after);
 
 /* A decode step begins, over a context of so many tokens in all; what was under way has ended. */

@@ -182,8 +182,8 @@ class Request:
             self.open_piece()
         event = self.kv.event()
         self.stores.append(self.written[-1].begin(layer, event))
-        if self.way.scheduler and not event:  # a store behind an event says it too
-            self.kv.session.layer_done(layer)
+        if self.way.scheduler:
+            self.kv.session.layer_done(layer, event)
 
     def end_pass(self):
         if self.way.scheduler:
