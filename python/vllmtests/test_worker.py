@@ -529,23 +529,22 @@ class Scheduled(Mounted):
             a.scheduling.matched(r, 0)
             self.compute(a, r, 4 * FILE, 0, [at])
             self.compute(a, r, 5, 4 * FILE, [at])
-            begun = 0 if layerwise else 1  # the session's first layer is told once
-            self.told(a, 2 + begun, 6 + begun, 0)
+            self.told(a, 2, 6, 0)
             for i in range(3):
                 self.compute(a, r, 1, len(tokens) + i, [at])
-            self.told(a, 2 + begun, 6 + begun, 3)
+            self.told(a, 2, 6, 3)
             a.settle()
 
     def test_loads_that_no_step_waits_for_are_beside_compute(self) -> None:
         a, tokens, at, bt = Side(self), prompt(1110, 4), table(1, 4), table(2, 4)
         a.fill(1)
         a.store(request("a", tokens), [at])
-        self.told(a, 2, 4, 0)
+        self.told(a, 1, 3, 0)
         r, o = request("b", tokens), request("o", prompt(1111, 1))
         a.scheduling.matched(o, 0)
         a.scheduling.allocated(r, [bt], a.matched(r))
         self.compute(a, o, FILE, 0, [table(3, 1)])  # it would be a pass, but for the load
-        self.told(a, 2, 4, 1)
+        self.told(a, 1, 3, 1)
         self.assertEqual(self.stats(a).bubble_ns, 0)
         a.settle()
 

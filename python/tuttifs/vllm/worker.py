@@ -212,11 +212,6 @@ class End(Mounted):
             self.loads, self.stores = Slots(whole[:loads], 0, slot), Slots(whole[loads:], loads, slot)
             self.load_memory, self.load_pools = self.memory, self.pools
             self.text = session.describe()
-            if options.scheduler and not options.layerwise:
-                # Only whole passes are told, by their last layer: layers begin with 0 all the same.
-                session.prefill(1, 0, max(len(s.group.layers) for s in attached.pools))
-                session.layer_done(0)
-                session.end_pass()
         super().__init__(options.path, join, fill)
         try:
             if rank.replica:
