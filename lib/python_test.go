@@ -77,10 +77,10 @@ func TestPythonStructures(t *testing.T) {
 	}
 }
 
-// TestReports: what is made of measurements, which needs nothing that is measured.
+// TestReports: what is made of measurements, and which flags are refused: nothing is measured for that.
 func TestReports(t *testing.T) {
 	interpreter := python(t, "unittest")
-	command := exec.Command(interpreter, "-B", "-m", "unittest", "test_bubbles", "test_compare")
+	command := exec.Command(interpreter, "-B", "-m", "unittest", "test_bubbles", "test_compare", "test_flags")
 	command.Dir = "../scripts"
 	out, err := command.CombinedOutput()
 	require.NoError(t, err, "%s", out)
@@ -119,6 +119,13 @@ func TestScripts(t *testing.T) {
 		})
 	}
 	requireStudy(t, figures+".none")
+	t.Run("killed", func(t *testing.T) {
+		command := exec.Command(python(t, "unittest"), "-B", "-m", "unittest", "test_ram_volume")
+		command.Dir, command.Env = "../scripts", append(os.Environ(), "TUTTIFS_BINARY="+binary)
+		out, err := command.CombinedOutput()
+		require.NoError(t, err, "%s", out)
+		require.NotContains(t, string(out), "skipped")
+	})
 }
 
 // requireStudy: every way that needs no GPU was measured, and drives whose phases are on saw no mixed commands.

@@ -33,13 +33,10 @@ import time
 
 import bubble_report
 import kv_store
+from kv_store import number, numbers
 
 
 SLEPT_TOKENS, SLEPT_LAYERS = 8192, 4  # without a GPU: two or three minutes
-
-
-def numbers(kind):
-    return lambda text: [kind(x) for x in text.split(",")]
 
 
 def one_of(known):
@@ -53,17 +50,19 @@ def one_of(known):
 
 
 def arguments():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                allow_abbrev=False)  # bubbles.sh looks for some of the flags
     ways, drives = one_of(bubble_report.TITLES), one_of(bubble_report.DRIVES)
     p.add_argument("--plot", metavar="FILES", help="measure nothing: join these documents, print the table, draw the plot")
     p.add_argument("-o", "--output", default="bubbles.json", help="the document, written after each case")
     p.add_argument("--png", help="the plot; default: the document's name with .png")
-    p.add_argument("--limit", type=float, default=540,
+    p.add_argument("--limit", type=number(float, 0), default=540,
                    help="seconds after which what is left is left out; setting up counts")
-    p.add_argument("--tokens", type=numbers(int),
+    p.add_argument("--tokens", type=numbers(number()),
                    help=f"of the prompts (default: 65536,131072; {SLEPT_TOKENS}, of {SLEPT_LAYERS} layers, with "
                         "--device none)")
-    p.add_argument("--hits", type=numbers(float), default=[98, 93.75, 98.5, 97, 99, 95, 90, 87.5, 75, 50],
+    p.add_argument("--hits", type=numbers(number(float, 0, 100)),
+                   default=[98, 93.75, 98.5, 97, 99, 95, 90, 87.5, 75, 50],
                    help="per cent of the prompt that are cached, in this order, but those below "
                         f"{bubble_report.LOW_PERCENT} last; rounded to whole blocks")
     p.add_argument("--drives", type=drives, default=list(bubble_report.DRIVES))
@@ -71,13 +70,14 @@ def arguments():
     p.add_argument("--backlog-ways", type=ways, default=["tuttifs", "no-scheduler", "no-phases", "no-separation"],
                    help="that are measured beside a backlog of stores; none: ''")
     p.add_argument("--backlog-drives", type=drives, default=["paper"])
-    p.add_argument("--runs", type=int, default=5, help="of each case, at most")
-    p.add_argument("--seconds", type=float, default=5, help="that the runs of a case should take; two at least")
-    p.add_argument("--backlog-seconds", type=float, default=0.6, help="of one rate beside a backlog")
+    p.add_argument("--runs", type=number(), default=5, help="of each case, at most")
+    p.add_argument("--seconds", type=number(float, 0), default=5,
+                   help="that the runs of a case should take; two at least")
+    p.add_argument("--backlog-seconds", type=number(float, 0), default=0.6, help="of one rate beside a backlog")
     p.add_argument("--slack-table", help="the scheduler's; none: it learns")
-    p.add_argument("--store-mib", type=int, default=1024, help="the store buffer")
-    p.add_argument("--piece", type=int, default=32768, help="most new tokens of one forward pass")
-    kv_store.add_arguments(p, kv_store.DEVICES + ", or none: compute is slept, without PyTorch")
+    p.add_argument("--store-mib", type=number(), default=1024, help="the store buffer")
+    p.add_argument("--piece", type=number(), default=32768, help="most new tokens of one forward pass")
+    kv_store.add_arguments(p, kv_store.DEVICES + ", or none: compute is slept, without PyTorch", ("cpu", "none"))
     p.set_defaults(layers=0, started=time.monotonic())
     a = p.parse_args()
     if a.plot:
@@ -89,13 +89,16 @@ def arguments():
     if not a.pollers and a.device.startswith("cuda"):
         a.pollers = max(1, min(12, (os.cpu_count() or 1) * 3 // 4))
     kv_store.settle(p, a)
-    if any(t % a.block or t < 2 * a.block for t in a.tokens) or a.piece < 1 or a.piece % a.block:
-        p.error("--tokens and --piece are whole blocks, two at least of a prompt")
-    where = os.path.dirname(os.path.abspath(a.output))
-    if os.path.isdir(a.output) or not os.path.isdir(where) or not os.access(where, os.W_OK | os.X_OK):
-        p.error(f"-o {a.output}: no file in a directory that can be written to")
-    if not all(0 < h < 100 for h in a.hits) or a.runs < 1 or a.layers < 2:
-        p.error("--hits are above 0 and below 100, --runs 1 or more, --layers 2 or more")
+    for tokens in a.tokens:
+        kv_store.check_whole_blocks(p, "--tokens", tokens, a.block, least=2)
+    kv_store.check_whole_blocks(p, "--piece", a.piece, a.block)
+    for flag, path in (("-o", a.output), ("--png", a.png)):
+        if path is not None:
+            kv_store.check_output(p, flag, path)
+    if a.slack_table and not os.access(a.slack_table, os.R_OK):
+        p.error(f"--slack-table {a.slack_table}: no file that can be read")
+    if not all(0 < h < 100 for h in a.hits) or a.layers < 2:
+        p.error("--hits are above 0 and below 100, --layers 2 or more")
     return a
 
 

@@ -18,6 +18,10 @@ for ((i = 0; i < ${#words[@]}; i++)); do
     --tuttifs=*) binary=${words[i]#*=} ;;
   esac
 done
+if ! [[ $limit =~ ^[0-9]{1,9}(\.[0-9]*)?$ ]]; then
+  echo "bubbles.sh: --limit: '$limit' is no number of seconds" >&2
+  exit 2
+fi
 
 # clean DIRECTORY: unmounts what is mounted below it, and removes it.
 clean() {
@@ -38,6 +42,6 @@ flock -n 9 # for as long as this or its child lives
 child=
 trap 'clean "$work"' EXIT
 trap '[ -z "$child" ] || { kill -TERM "$child" 2>/dev/null; wait "$child"; }; exit 130' INT TERM HUP
-timeout -k 15 "$((${limit%.*} + 30))" "$python" -B scripts/bubbles.py "$@" --where "$work" &
+timeout -k 15 "$((10#${limit%.*} + 30))" "$python" -B scripts/bubbles.py "$@" --where "$work" &
 child=$!
 wait "$child"

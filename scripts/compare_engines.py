@@ -36,7 +36,10 @@ import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(HERE)
-sys.path[:0] = [os.path.join(ROOT, "python"), os.path.join(ROOT, "python/vllmtests"), HERE]
+PATHS = [os.path.join(ROOT, "python"), os.path.join(ROOT, "python/vllmtests"), HERE]
+sys.path[:0] = PATHS
+import kv_store  # noqa: E402
+from kv_store import note, number  # noqa: E402
 
 BLOCK, CHUNK = 128, 256  # tokens: of vLLM's blocks, and of LMCache's chunks
 TRACE_BLOCK = 512        # tokens of input for each id in a trace
@@ -53,17 +56,18 @@ def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--trace", metavar="FILE", help="requests in the Mooncake format, of which whole conversations are "
                    "taken; default: one that `tuttifs trace` makes up")
-    p.add_argument("--tokens-per-block", type=int, default=128, help="that stand for the 512 of a trace's block")
-    p.add_argument("--requests", type=int, default=24)
-    p.add_argument("--longest", type=int, default=3584, help="tokens of a prompt; longer ones are not taken")
-    p.add_argument("--full-hits", type=int, default=4, help="of the longest prompts, which are asked again")
-    p.add_argument("--rounds", type=int, default=3, help="of these, and of streams")
-    p.add_argument("--memory-mib", type=int, default=256, help="of each engine beside vLLM's cache")
+    p.add_argument("--tokens-per-block", type=number(most=TRACE_BLOCK), default=128,
+                   help="that stand for the 512 of a trace's block")
+    p.add_argument("--requests", type=number(), default=24)
+    p.add_argument("--longest", type=number(least=2 * BLOCK), default=3584,
+                   help="tokens of a prompt; longer ones are not taken")
+    p.add_argument("--full-hits", type=number(), default=4, help="of the longest prompts, which are asked again")
+    p.add_argument("--rounds", type=number(), default=3, help="of these, and of streams")
+    p.add_argument("--memory-mib", type=number(), default=256, help="of each engine beside vLLM's cache")
     p.add_argument("--systems", default=",".join(SYSTEMS), help="of these; none is needed")
-    p.add_argument("--where", default=tempfile.gettempdir(), help="directory for files and drives")
-    p.add_argument("--drives", type=int, default=4)
-    p.add_argument("--tuttifs", default=os.path.join(ROOT, "bin/tuttifs"))
-    p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so"))
+    p.add_argument("--where", default=tempfile.gettempdir(), help="directory for files and drives; " + kv_store.LEFT)
+    p.add_argument("--drives", type=number(most=kv_store.DRIVES_MAX), default=4)
+    kv_store.add_program_arguments(p)
     p.add_argument("--json", metavar="FILE", help="write one JSON document there")
     p.add_argument("--keep-logs", metavar="DIRECTORY", help="leave the engines' logs there")
     a = p.parse_args()
@@ -71,17 +75,12 @@ def arguments():
     a.systems = [s for s in SYSTEMS if s in given]
     if given - set(SYSTEMS) or "none" not in given:
         p.error(f"--systems: some of {', '.join(SYSTEMS)}, and none is what the others are compared with")
-    if min(a.requests, a.rounds, a.full_hits) < 1 or a.longest < 2 * BLOCK or not 0 < a.tokens_per_block <= TRACE_BLOCK:
-        p.error("--requests, --full-hits, --rounds: one or more; --longest: 256 or more; --tokens-per-block: 1 to 512")
-    for path, maker in ((a.tuttifs, "build"), (a.lib, "lib")):
-        if not os.path.isfile(path):
-            p.error(f"{path} is not there: 'make {maker}' makes it")
-    os.environ["TUTTIFS_LIBRARY"] = os.path.abspath(a.lib)
+    if a.trace and not os.access(a.trace, os.R_OK):
+        p.error(f"--trace {a.trace}: no file that can be read")
+    if a.json:
+        kv_store.check_output(p, "--json", a.json)
+    kv_store.check_files(p, a)
     return a
-
-
-def note(text):
-    print(text, file=sys.stderr, flush=True)
 
 
 # The trace.
@@ -233,7 +232,7 @@ class Comparison:
             environment = {**engine.ENVIRONMENT, "PYTHONHASHSEED": "0",
                            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process: there are many engines here
                            "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING",
-                           "PYTHONPATH": os.pathsep.join(sys.path[:3])}
+                           "PYTHONPATH": os.pathsep.join(PATHS)}
 
             def next_answer(self):
                 return self._answer(engine.ANSWER_SECONDS)

@@ -30,7 +30,7 @@ import tempfile
 import time
 
 import kv_store
-from kv_store import TORCH, chain, note
+from kv_store import TORCH, chain, note, number, numbers
 from ram_volume import RamVolume
 
 if TORCH:
@@ -49,14 +49,15 @@ SYSTEMS = ["none", "resident", "dram", "vllm-fs", "lmcache-disk", "tuttifs-whole
 def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kv_store.add_arguments(p)
-    p.add_argument("--tokens", type=int, default=65536, help="of the prompt")
-    p.add_argument("--piece", type=int, default=8192, help="most new tokens of one forward pass")
-    p.add_argument("--cached", default="95,90,75,50", help="per cent of the prompt")
-    p.add_argument("--bandwidth-tokens", type=int, default=16384, help="stored and loaded without compute, each turn")
-    p.add_argument("--runs", type=int, default=3, help="of every case, in turn; at most")
-    p.add_argument("--seconds", type=float, default=170, help="no case begins that would not end by then")
+    p.add_argument("--tokens", type=number(), default=65536, help="of the prompt")
+    p.add_argument("--piece", type=number(), default=8192, help="most new tokens of one forward pass")
+    p.add_argument("--cached", type=numbers(number(most=99)), default=[95, 90, 75, 50], help="per cent of the prompt")
+    p.add_argument("--bandwidth-tokens", type=number(), default=16384,
+                   help="stored and loaded without compute, each turn")
+    p.add_argument("--runs", type=number(), default=3, help="of every case, in turn; at most")
+    p.add_argument("--seconds", type=number(float, 0), default=170, help="no case begins that would not end by then")
     p.add_argument("--systems", default=",".join(SYSTEMS), help="of these; resident is needed")
-    p.add_argument("--drives", type=int, default=4)
+    p.add_argument("--drives", type=number(most=kv_store.DRIVES_MAX), default=4)
     p.add_argument("--ahead", action="store_true", help="write the drives once before they are used, as no file is")
     p.add_argument("--json", metavar="FILE", help="write one JSON document there; - for the output, and no table")
     a = p.parse_args()
@@ -64,7 +65,6 @@ def arguments():
     if not TORCH:
         p.error("this needs PyTorch")
     kv_store.settle(p, a)
-    a.cached = [int(x) for x in a.cached.split(",")]
     a.systems = a.systems.split(",")
     unknown = set(a.systems) - set(SYSTEMS)
     if unknown or "resident" not in a.systems:
@@ -73,12 +73,14 @@ def arguments():
         p.error("--systems: tuttifs-whole reads what tuttifs has stored")
     a.multiple = max(a.block, 256)  # chunks of the file schemes are whole
     sizes = {"--tokens": a.tokens, "--piece": a.piece, "--bandwidth-tokens": a.bandwidth_tokens}
-    bad = [f"{name} {n}" for name, n in sizes.items() if n <= 0 or n % a.multiple]
+    bad = [f"{name} {n}" for name, n in sizes.items() if n % a.multiple]
     if bad or 256 % a.block or a.bandwidth_tokens > a.tokens:
         p.error(f"{', '.join(bad) or '--block or --bandwidth-tokens'}: blocks divide 256 tokens, and the others are "
                 f"multiples of {a.multiple} up to --tokens")
-    if not all(0 < c < 100 for c in a.cached) or a.runs < 1:
-        p.error("--cached: between 0 and 100, and --runs: one or more")
+    if a.tokens * min(a.cached) // 100 < a.multiple:
+        p.error(f"--cached {min(a.cached)}: of {a.tokens} tokens that is less than {a.multiple}")
+    if a.json and a.json != "-":
+        kv_store.check_output(p, "--json", a.json)
     return a
 
 

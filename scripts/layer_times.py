@@ -17,7 +17,8 @@ import statistics
 import sys
 import time
 
-from kv_store import TORCH, note
+import kv_store
+from kv_store import TORCH, note, number, numbers
 
 if TORCH:
     import torch
@@ -25,29 +26,25 @@ if TORCH:
     from kv_model import Model
 
 
-def lengths(text):
-    return sorted({int(x) for x in text.split(",")})
-
-
 def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu for tiny shapes")
-    p.add_argument("--new", type=lengths, default=lengths("1,128,256,512,1024,2048,4096,8192,16384,32768,65536"),
-                   help="new tokens of a pass")
-    p.add_argument("--cached", type=lengths, default=lengths("0,1024,4096,16384,32768,65536,131072"),
-                   help="cached tokens before them")
-    p.add_argument("--block", type=int, default=64, help="tokens of a block of the pool")
-    p.add_argument("--layers", type=int, default=3, help="of a pass; all but the last are timed")
-    p.add_argument("--warm-up", type=int, default=3, help="passes of each place that do not count")
-    p.add_argument("--runs", type=int, default=7, help="passes of each place that count")
+    p.add_argument("--device", type=kv_store.device("cpu"), default="cuda", help="cuda, cuda:N, or cpu for tiny shapes")
+    p.add_argument("--new", type=numbers(number()), help="new tokens of a pass",
+                   default=[1, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536])
+    p.add_argument("--cached", type=numbers(number(least=0)), help="cached tokens before them",
+                   default=[0, 1024, 4096, 16384, 32768, 65536, 131072])
+    p.add_argument("--block", type=number(), default=64, help="tokens of a block of the pool")
+    p.add_argument("--layers", type=number(least=2), default=3, help="of a pass; all but the last are timed")
+    p.add_argument("--warm-up", type=number(least=0), default=3, help="passes of each place that do not count")
+    p.add_argument("--runs", type=number(), default=7, help="passes of each place that count")
     p.add_argument("-o", "--output", default="-", help="the file; - is standard output")
     a = p.parse_args()
     if not TORCH:
         p.error("this needs PyTorch")
-    a.device = "cuda:0" if a.device == "cuda" else a.device
-    a.cpu = a.device == "cpu"
-    if a.new[0] < 1 or a.cached[0] < 0 or a.layers < 2 or a.runs < 1 or a.warm_up < 0 or a.block < 1:
-        p.error("at least 1 new token, 0 cached ones, 2 layers, 1 run and 1 token a block")
+    kv_store.settle_device(p, a)
+    if a.output != "-":
+        kv_store.check_output(p, "-o", a.output)
+    a.new, a.cached = sorted(set(a.new)), sorted(set(a.cached))
     # What Model takes beside these: the pool's size and layout.
     a.tokens = -(-(a.new[-1] + a.cached[-1]) // a.block) * a.block
     a.layout = "kv-first"

@@ -24,7 +24,7 @@ import threading
 import time
 
 import kv_store
-from kv_store import TORCH, Store, note
+from kv_store import TORCH, Store, note, number, numbers
 from ram_volume import RamVolume
 
 if TORCH:
@@ -37,27 +37,31 @@ if TORCH:
 def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kv_store.add_arguments(p)
-    p.add_argument("--tokens", type=int, default=65536, help="of the prompt")
-    p.add_argument("--piece", type=int, default=8192, help="most new tokens of one forward pass")
-    p.add_argument("--cached", default="50,75,90,95,98", help="per cent of the prompt")
-    p.add_argument("--runs", type=int, default=5, help="of each case, in turn; the median counts")
+    p.add_argument("--tokens", type=number(), default=65536, help="of the prompt")
+    p.add_argument("--piece", type=number(), default=8192, help="most new tokens of one forward pass")
+    p.add_argument("--cached", type=numbers(number(most=99)), default=[50, 75, 90, 95, 98],
+                   help="per cent of the prompt")
+    p.add_argument("--runs", type=number(), default=5, help="of each case, in turn; the median counts")
     p.add_argument("--modes", default="hbm,tuttifs,dram,dram-batch", help="of these, in this order; hbm is needed")
-    p.add_argument("--drives", type=int, default=4)
+    p.add_argument("--drives", type=number(most=kv_store.DRIVES_MAX), default=4)
     p.add_argument("--churn", action="store_true", help="grow and shrink PyTorch's memory meanwhile: no times then")
     p.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     a = p.parse_args()
     if not TORCH:
         p.error("this needs PyTorch")
     kv_store.settle(p, a)
-    a.cached = [int(x) for x in a.cached.split(",")]
     a.modes = a.modes.split(",")
     unknown = set(a.modes) - {"hbm", "tuttifs", "dram", "dram-batch"}
     if unknown:
         p.error(f"--modes: {', '.join(sorted(unknown))}: not one of hbm, tuttifs, dram, dram-batch")
     if a.cpu:
         a.modes = [m for m in a.modes if not m.startswith("dram")]
-    if "hbm" not in a.modes or a.tokens % a.block or a.piece % a.block:
-        p.error("hbm is what the others are compared with; tokens and piece are whole blocks")
+    if "hbm" not in a.modes:
+        p.error("--modes: hbm is what the others are compared with")
+    kv_store.check_whole_blocks(p, "--tokens", a.tokens, a.block)
+    kv_store.check_whole_blocks(p, "--piece", a.piece, a.block)
+    if a.tokens * min(a.cached) // 100 < a.block:
+        p.error(f"--cached {min(a.cached)}: of {a.tokens} tokens that is less than a block of {a.block}")
     return a
 
 

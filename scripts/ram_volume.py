@@ -1,8 +1,12 @@
 """A tuttifs volume on files in memory, formatted, mounted, and taken away again: for measurements and tests."""
 
 import concurrent.futures
+import contextlib
+import fcntl
+import glob
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,8 +15,43 @@ import tempfile
 import time
 
 
+UMOUNT_SECONDS = 60  # for the daemon to end; then the mount is detached, with which it ends as well
+
+
 class OutOfTime(Exception):
     """There is no time left to make a volume."""
+
+
+def is_mount(path):
+    """By the kernel's table: os.path.ismount looks at the mount itself, which a dead daemon does not answer for."""
+    with open("/proc/self/mounts", errors="surrogateescape") as f:
+        places = (line.split()[1] for line in f)
+        return any(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), place) == path for place in places)
+
+
+def unmount(tuttifs, mount):
+    """Of a mount, whether its daemon lives or not, nothing is left."""
+    if is_mount(mount):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            subprocess.run([tuttifs, "umount", mount], stdin=subprocess.DEVNULL, timeout=UMOUNT_SECONDS)
+    if is_mount(mount):
+        subprocess.run(["umount", "-l", mount], stdin=subprocess.DEVNULL)
+
+
+def take_away_left(tuttifs, where):
+    """Takes volumes away whose makers were killed: nobody holds their lock any more."""
+    for path in glob.glob(os.path.join(glob.escape(where), "tuttifs-*", "lock")):
+        directory = os.path.dirname(path)
+        try:
+            if os.path.islink(directory) or os.stat(directory).st_uid != os.geteuid():
+                continue
+            with open(path) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                print(f"{directory} was left by a run that was killed, and goes", file=sys.stderr, flush=True)
+                unmount(tuttifs, os.path.join(directory, "mnt"))
+                shutil.rmtree(directory, ignore_errors=True)
+        except OSError:  # it is held, or has gone meanwhile
+            continue
 
 
 class RamVolume:
@@ -23,6 +62,8 @@ class RamVolume:
         up, on time.monotonic. ahead: drives are written once before they are used."""
         self.end, self.ahead = end, ahead
         self.tuttifs, self.pollers, self.options = os.path.abspath(tuttifs), pollers, list(options)
+        where = os.path.realpath(where)  # as the kernel's table has it
+        take_away_left(self.tuttifs, where)
         needed, free = drives * drive_bytes, shutil.disk_usage(where).free
         if needed > free:
             raise SystemExit(f"{where} has {free >> 20} MiB free, {needed >> 20} are needed: another --where, or a "
@@ -36,7 +77,11 @@ class RamVolume:
     def __enter__(self):
         for s in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no mount is left behind
             signal.signal(s, lambda number, _: sys.exit(128 + number))
+        self.lock = open(os.path.join(self.dir, "lock.new"), "w")
         try:
+            # Held for as long as this process lives; whoever finds it by its last name finds it held.
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            os.rename(self.lock.name, os.path.join(self.dir, "lock"))
             os.mkdir(self.mount)
             os.mkdir(os.path.join(self.dir, "run"), 0o700)
             # Written ahead, because a first write to memory costs more than the transfer that is measured.
@@ -82,11 +127,11 @@ class RamVolume:
             raise RuntimeError(f"tuttifs {words[0]}: {done.stderr.strip()}")
 
     def __exit__(self, kind, value, trace):
-        if os.path.ismount(self.mount):
-            subprocess.run([self.tuttifs, "umount", self.mount], stdin=subprocess.DEVNULL)
-        if os.path.ismount(self.mount):
-            subprocess.run(["umount", "-l", self.mount])
-        if kind is not None and os.path.exists(self.log):
-            with open(self.log, errors="replace") as f:
-                sys.stderr.write("the daemon's log:\n" + f.read()[-4000:])
-        shutil.rmtree(self.dir, ignore_errors=True)
+        try:
+            unmount(self.tuttifs, self.mount)
+            if kind is not None and os.path.exists(self.log):
+                with open(self.log, errors="replace") as f:
+                    sys.stderr.write("the daemon's log:\n" + f.read()[-4000:])
+        finally:
+            shutil.rmtree(self.dir, ignore_errors=True)
+            self.lock.close()

@@ -19,15 +19,12 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import threading
 import time
 
+import kv_store
+from kv_store import TORCH, number, tuttifs
 from ram_volume import RamVolume
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, os.path.join(ROOT, "python"))
-import tuttifs  # noqa: E402
 
 BLOCK_TOKENS, HEADS, HEAD = 64, 4, 128  # of a rank: half of Llama-3-8B's eight heads; K and V of 64 KiB each
 ANSWER_SECONDS = 120
@@ -36,18 +33,28 @@ ANSWER_SECONDS = 120
 def arguments():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    p.add_argument("--ranks", type=int, default=0, help="default: one for each GPU")
-    p.add_argument("--gpus", type=int, default=0, help="that ranks share, in turn; default: all of the machine")
-    p.add_argument("--layers", type=int, default=32)
-    p.add_argument("--files", type=int, default=512)
-    p.add_argument("--runs", type=int, default=5, help="of each case, in turn; the median counts")
-    p.add_argument("--drives", type=int, default=4)
-    p.add_argument("--pollers", type=int, default=0, help="the daemon's polling threads for each rank")
-    p.add_argument("--where", default="/dev/shm", help="directory for the drives")
-    p.add_argument("--tuttifs", default=os.path.join(ROOT, "bin/tuttifs"))
-    p.add_argument("--lib", default=os.path.join(ROOT, "build/lib/libtuttifs.so.1"))
+    p.add_argument("--ranks", type=number(), help="default: one for each GPU; two with --device cpu")
+    p.add_argument("--gpus", type=number(), help="that ranks share, in turn; default: all of the machine")
+    p.add_argument("--layers", type=number(), default=32)
+    p.add_argument("--files", type=number(), default=512)
+    p.add_argument("--runs", type=number(), default=5, help="of each case, in turn; the median counts")
+    p.add_argument("--drives", type=number(most=kv_store.DRIVES_MAX), default=4)
+    kv_store.add_volume_arguments(p, "the daemon's polling threads for each rank (default: by the cores)")
     p.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    return p.parse_args()
+    a = p.parse_args()
+    if not TORCH:
+        p.error("this needs PyTorch")
+    if a.device == "cpu":
+        a.ranks = a.ranks or 2
+        a.gpus = a.ranks
+    else:
+        import torch
+        kv_store.check_gpus(p, a.gpus or 1)
+        a.gpus = a.gpus or torch.cuda.device_count()
+        a.ranks = a.ranks or a.gpus
+    a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8 // a.ranks))
+    kv_store.check_files(p, a)
+    return a
 
 
 class Rank:
@@ -59,7 +66,6 @@ class Rank:
         self.device = torch.device("cpu" if a.device == "cpu" else f"cuda:{rank % a.gpus}")
         if a.device != "cpu":
             torch.cuda.set_device(self.device)
-        os.environ["TUTTIFS_LIBRARY"] = os.path.abspath(a.lib)
         self.mount = tuttifs.Store(mount)
         self.session = self.mount.join(token, self.device) if token else self.mount.session(self.device)
         self.run = BLOCK_TOKENS * HEADS * HEAD * 2
@@ -299,16 +305,6 @@ def text(r):
 
 def main():
     a = arguments()
-    if a.device == "cpu":
-        a.ranks = a.ranks or 2
-        a.gpus = a.ranks
-    else:
-        import torch
-        a.gpus = a.gpus or torch.cuda.device_count()
-        a.ranks = a.ranks or a.gpus
-    if a.ranks < 1 or a.gpus < 1:
-        sys.exit("no GPU here: --device cpu --ranks 2 tries it without")
-    a.pollers = a.pollers or max(1, min(10, (os.cpu_count() or 1) * 5 // 8 // a.ranks))
     object_bytes = 2 * BLOCK_TOKENS * HEADS * HEAD * 2
     volume_bytes = a.files * a.ranks * (a.layers * object_bytes + 8192)
     with RamVolume(a.tuttifs, a.where, a.drives, volume_bytes * 5 // 4 // a.drives + (64 << 20), a.pollers) as volume:
