@@ -165,7 +165,7 @@ func (p *policy) more(now int64, l *load) (bytes int64, cause Cause, again int64
 	case s.kind == passPrefill:
 		return p.left(now) - writing, CauseWindow, aged
 	case s.kind == passDecode:
-		return p.left(now) - writing, CauseDecode, min(aged, p.overAt()+1)
+		return p.left(now) - writing, CauseDecode, min(aged, s.over+1)
 	case now >= s.ended+int64(p.c.Idle):
 		return p.atLeast(l, p.progress(idleNanos)-writing), CauseIdle, aged
 	}

@@ -51,6 +51,15 @@ func (e *estimate) note(x float64) {
 func (e *estimate) known() bool     { return e.count >= estimateLeast }
 func (e *estimate) factor() float64 { return math.Exp2(e.value) }
 
+// most is the greatest factor of the last five samples and of what is believed.
+func (e *estimate) most() float64 {
+	most := e.value
+	for _, x := range e.recent[:min(e.count, len(e.recent))] {
+		most = max(most, x)
+	}
+	return math.Exp2(most)
+}
+
 // windows knows what a layer, or a decode step, takes: a table's window, times a factor that is learned for each power
 // of two of input and prefix. Without a table the factor is all there is.
 type windows struct {
@@ -102,15 +111,13 @@ func (w *windows) layer(input, prefix int) (window int64, sure bool) {
 	return window, false
 }
 
-// step is the window of a decode step, or 0 where nothing is known.
-func (w *windows) step(length, layers int) int64 {
-	switch e := &w.steps[lengthPlace(length)]; {
-	case e.known():
-		return nanoseconds(w.stepBase(length, layers) * e.factor())
-	case w.table != nil && layers > 0:
-		return nanoseconds(w.stepBase(length, layers))
+// step is the window of a decode step, or 0 where nothing is known, and the most that one of the last few took.
+func (w *windows) step(length, layers int) (window, most int64) {
+	e, base := &w.steps[lengthPlace(length)], w.stepBase(length, layers)
+	if e.known() || w.table != nil {
+		window = nanoseconds(base * e.factor())
 	}
-	return 0
+	return window, nanoseconds(base * e.most())
 }
 
 // note takes what a layer has taken.

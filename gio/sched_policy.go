@@ -74,6 +74,7 @@ type pass struct {
 	stood         int64 // what compute has stood in the layer
 	window        int64 // of the layer or step, 0: not known
 	ahead         slack.Share
+	over          int64 // when a decode step that has no successor is taken for the last one
 	ended         int64 // when there was none any more
 	unended       bool  // it was a decode step, which was only taken for the last one: it may go on
 	predicted     int64 // of the pass with its reads, 0: nothing
@@ -167,23 +168,23 @@ func (p *policy) decodeStep(now int64, length int) {
 	if p.c.Table != nil {
 		layers = p.c.Table.Fingerprint.Model.Layers
 	}
-	window := p.windows.step(length, layers)
+	window, most := p.windows.step(length, layers)
 	p.pass = pass{kind: passDecode, prefix: length, layers: layers, begin: now, since: now, window: window,
-		ahead: p.share(slack.Read, window)}
+		over: now + max(2*most+int64(p.c.Idle), stepOver), ahead: p.share(slack.Read, window)}
 	p.stats.DecodeSteps++
 }
 
-// noteStep learns from a decode step that ends, for somebody says so: also where it was taken for over long ago, or no
-// step would ever be longer than was believed.
+// noteStep learns from a decode step that ends, also from one that was taken for the last one and was not: else no step
+// would ever be longer than was believed.
 func (p *policy) noteStep(now int64) {
 	if s := &p.pass; s.kind == passDecode || s.unended {
 		p.windows.noteStep(s.prefix, s.layers, now-s.since)
-		s.unended = false
 	}
 }
 
 func (p *policy) endPass(now int64) {
 	now = p.account(now)
+	p.pass.unended = false // it was the last one, and ended nobody knows when
 	p.noteStep(now)
 	p.end(now)
 }
@@ -203,11 +204,6 @@ func (p *policy) endWindow() {
 		p.stats.Overruns++
 		p.granted.windowed = 0
 	}
-}
-
-// overAt is when a decode step that has no successor is taken for the last one.
-func (p *policy) overAt() int64 {
-	return p.pass.since + max(2*p.pass.window+int64(p.c.Idle), stepOver)
 }
 
 // stands says whether compute stands because the reads of the layer that is next are not there.
@@ -236,7 +232,7 @@ func (p *policy) account(now int64) int64 {
 	if p.write.flying > 0 {
 		p.stats.WriteTime += time.Duration(gone)
 	}
-	if p.pass.kind == passDecode && now > p.overAt() {
+	if p.pass.kind == passDecode && now > p.pass.over {
 		p.end(p.pass.since + p.pass.window)
 		p.pass.unended = true
 	}

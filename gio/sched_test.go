@@ -689,6 +689,36 @@ func TestSchedulerDecodeConverges(t *testing.T) {
 	}
 }
 
+// TestSchedulerDecodeMixed: steps of two kinds, of which one takes thirty times as long: after the first long one the
+// others are not taken for idleness, while what is usual is what it was.
+func TestSchedulerDecodeMixed(t *testing.T) {
+	s := newSim(t, 1, SchedulerConfig{MaxAge: time.Hour}, schedDrives)
+	short := simPass{decode: true, prefix: 4096, window: 10 * ms}
+	long := short
+	long.window *= 30
+	for range 20 {
+		s.run(short)
+	}
+	s.run(long)
+	s.deferWrite(900 << 20)
+	for range 4 {
+		s.run(short, long, short)
+	}
+	require.InEpsilon(t, 10*ms, s.p.pass.window, 0.1)
+	require.Zero(t, s.p.snapshot(s.now).Issued[CauseIdle])
+	s.until(s.now+1000*ms, nil)
+	require.NotZero(t, s.p.snapshot(s.now).Issued[CauseIdle], "the last one is over some time")
+
+	// An end that is told late says nothing.
+	for range 20 {
+		s.run(short, short)
+		s.until(s.now+3000*ms, nil)
+		s.p.endPass(s.now)
+	}
+	s.p.decodeStep(s.now, 4096)
+	require.InEpsilon(t, 10*ms, s.p.pass.window, 0.1)
+}
+
 // TestSchedulerDecodeEnds: what is granted for a decode step ends in it: less is left of a step that has gone on for a
 // while, or beside what is in flight.
 func TestSchedulerDecodeEnds(t *testing.T) {
