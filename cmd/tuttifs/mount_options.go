@@ -162,7 +162,8 @@ var mountOptionTable = []mountOption{
 			s.daemon.Admission.Prices, err = readPrices(v)
 			return err
 		}},
-	{"pollers", "N", "polling threads of each engine process (default: one a drive, an eighth of the cores at most)",
+	{"pollers", "N", "polling threads of each engine process (default: one a drive, an eighth of the cores at most; " +
+		"where a GPU restores from files or memory, want its link / 5 GB/s)",
 		func(s *mountSettings, v string) error { return parsePositive(v, 64, &s.daemon.Pollers) }},
 	{"io", "auto|uring|pread", "way of engines' commands to the drives (default auto)",
 		func(s *mountSettings, v string) error {
