@@ -94,8 +94,11 @@ const gpuStoreLanes = 2
 // queueDepth is of queues for objects of many KiB.
 const queueDepth = 1024
 
-// gpuDMAExtra is for what a ring keeps for itself besides its cells: PRP lists and scratch for trailers.
-const gpuDMAExtra = 8 << 20
+// gpuScratch is for trailers, and gpuDMAExtra for what a ring keeps for itself besides its cells: that, and PRP lists.
+const (
+	gpuScratch  = 8 << 20
+	gpuDMAExtra = gpuScratch + 1<<20
+)
 
 // gpuDeadline bounds what the bench waits for when something is wrong.
 const gpuDeadline = 10 * time.Second
@@ -118,7 +121,8 @@ func (r *gpuRig) lanes(s gpuSetup) (c gio.RingConfig, err error) {
 	}
 	c = gio.RingConfig{
 		DMA: dma, DMABase: benchDMABase, BounceBytes: s.bounce, StoreBytes: s.store, SGL: !s.prp,
-		Armed: &r.armed, Wake: &r.wake, Quiesce: r.quiesce, Deadline: gpuDeadline,
+		ScratchBytes: gpuScratch,
+		Armed:        &r.armed, Wake: &r.wake, Quiesce: r.quiesce, Deadline: gpuDeadline,
 	}
 	if s.store > 0 {
 		c.StoreLanes = gpuStoreLanes

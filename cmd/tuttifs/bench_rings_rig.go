@@ -102,6 +102,9 @@ type benchShape struct {
 	backend             emu.Backend
 }
 
+// benchScratch is what a ring keeps of its memory for trailers, of which there are none here.
+const benchScratch = 1 << 20
+
 func newBenchRig(b *benchDrives, s benchShape) (r *benchRig, err error) {
 	r = &benchRig{b: b}
 	defer func() {
@@ -110,8 +113,7 @@ func newBenchRig(b *benchDrives, s benchShape) (r *benchRig, err error) {
 			r = nil
 		}
 	}()
-	// The ring keeps a little for itself.
-	dma, err := r.mmap(s.dmaBytes + 4<<20)
+	dma, err := r.mmap(s.dmaBytes + benchScratch)
 	if err != nil {
 		return r, err
 	}
@@ -123,7 +125,7 @@ func newBenchRig(b *benchDrives, s benchShape) (r *benchRig, err error) {
 		return r, err
 	}
 	c := gio.RingConfig{
-		DMA: dma, DMABase: benchDMABase, SGL: true, ChunkCommands: s.chunk,
+		DMA: dma, DMABase: benchDMABase, SGL: true, ChunkCommands: s.chunk, ScratchBytes: benchScratch,
 		Armed: config.Armed, Wake: config.Wake, Quiesce: r.quiesce,
 	}
 	for range s.lanes {
