@@ -36,7 +36,7 @@ UNIT = 4096  # that objects begin at in staging memory
 LIBRARY_BYTES = 256 << 20  # of device memory, that a session with a GPU stages loads in
 SHARED_BOUNCE = 64 << 20  # where all loads are by bounce cells
 BOUNCE = 4 << 20  # for trailers: all else is in memory that controllers reach
-RING = 2 << 20  # for what the session keeps of its memory
+RING = 10 << 20  # for what the session keeps of its memory: trailers on their way, and PRP lists
 PAUSE_SECONDS = 300.0  # the longest between attempts to join one session
 TOKENS_MAX = 1 << 24  # that its scheduler takes a pass to have
 SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # copies need not know what they copy
@@ -205,6 +205,8 @@ class End(Mounted):
         def fill(session: Session) -> None:
             if cpu:
                 whole = torch.frombuffer(session.dma(), dtype=torch.uint8)[:loads + stores]
+                if len(whole) < loads + stores:
+                    raise InvalidError(f"the session has {len(whole)} bytes for staging memory of {loads + stores}")
             else:
                 whole = torch.empty(loads + stores, dtype=torch.uint8, device=device)
             self.memory = session.register_flat(whole, padded=cpu)
