@@ -389,19 +389,18 @@ type planner struct {
 	stride  uint32
 	limit   int // commands of a chunk
 	most    int // bytes of a lane's cells, 0: nothing is bounced
-	room    int // of them for a chunk
+	parts   int // so many chunks share them; 0: one has them all
 }
 
 // groupMax bounds the search for a pattern.
 const groupMax = 1024
 
-// restParts are the chunks of a read for which a lane has room where nothing else is under way.
+// restParts are the chunks of a read for which a lane has cells where nothing else is under way.
 const restParts = 3
 
 func (p *planner) plan() {
 	g := p.t.g
 	p.most = g.staging.bytes
-	p.room = p.most
 	lanes := g.common()
 	switch {
 	case p.t.deferred:
@@ -436,7 +435,7 @@ func (p *planner) plan() {
 		return
 	}
 	if !p.t.write && g.busy.Load() == 0 {
-		p.room /= restParts
+		p.parts = restParts
 	}
 	p.cut(0, p.t.n, bounce == 0)
 }
@@ -501,7 +500,7 @@ func (p *planner) cut(first, end int, direct bool) {
 	group := len(p.offsets)
 	n := max(group, p.limit/group*group)
 	if !direct && p.stride > 0 {
-		n = max(group, min(n, p.room/int(p.stride)*group))
+		n = max(group, min(n, p.most/max(1, p.parts)/int(p.stride)*group))
 	}
 	if p.t.chunks == nil {
 		p.t.chunks = make([]gpuChunk, 0, (end-first+n-1)/n)

@@ -330,6 +330,20 @@ func TestGPUReadsFromRestAreShort(t *testing.T) {
 	}
 }
 
+// TestGPUEvacuationIsLong: what goes to the store buffer goes in pieces as long as may be, also where nothing else is
+// under way: each costs a kernel.
+func TestGPUEvacuationIsLong(t *testing.T) {
+	g, m := &GPU{depth: 1024, lanes: make([]*gpuLane, 2)}, &Map{objects: []objectPlace{{units: 1, bytes: pageBytes}}}
+	g.staging.slot = 20 * pageBytes
+	g.store = &storeBuffer{piece: 16 * pageBytes}
+	p := planner{t: &gpuTicket{g: g, m: m, n: 64, write: true}, ctxs: make([]IOCTX, 64)}
+	p.planEvacuation()
+	require.Len(t, p.t.chunks, 4)
+	for i := range p.t.chunks {
+		require.EqualValues(t, 16*pageBytes, p.t.chunks[i].bytes)
+	}
+}
+
 // TestGPUStagingIsShared: chunks of reads go behind each other in a slot, and it is free with the last of them.
 // Writes have slots of their own.
 func TestGPUStagingIsShared(t *testing.T) {
