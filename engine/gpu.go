@@ -45,6 +45,10 @@ const (
 	gpuDMABytes = 24 << 20
 )
 
+// scratchOf is what trailers have of the DMA memory that is neither bounce cells nor store buffer: all that they can
+// use of the default, and two thirds of less.
+func scratchOf(rest int) int { return min(gpuScratchBytes, rest/3*2&^4095) }
+
 // gpuSide is what a session has of a GPU.
 type gpuSide struct {
 	context *cuda.Context

@@ -21,6 +21,8 @@ func TestSessionDefaults(t *testing.T) {
 	require.Equal(t, 1024, gpu.Depth)
 	require.Equal(t, 64<<20, gpu.BounceBytes)
 	require.Equal(t, 88<<20, gpu.DMABytes)
+	require.Equal(t, gpuScratchBytes, scratchOf(gpu.DMABytes-gpu.BounceBytes), "no less than it can use")
+	require.Equal(t, 8192, scratchOf(16384))
 	require.Equal(t, gio.StagingDefault, gpu.GPU.StagingBytes)
 	require.Zero(t, asked.StagingBytes, "the caller's own stay as they are")
 	auto := SessionOptions{GPU: asked}.withDefaults(false)

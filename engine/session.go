@@ -350,7 +350,7 @@ func (s *Session) build(o SessionOptions) error {
 	}
 	if s.gpu.context != nil {
 		// A request waits for its trailers before anything else: what fits is read beside the first layer.
-		config.ScratchBytes = min(gpuScratchBytes, (len(config.DMA)-config.BounceBytes-config.StoreBytes)/2&^4095)
+		config.ScratchBytes = scratchOf(len(config.DMA) - config.BounceBytes - config.StoreBytes)
 		return s.buildGPU(config, o.GPU)
 	}
 	ring, err := gio.NewRing(config)
