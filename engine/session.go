@@ -21,7 +21,8 @@ type SessionOptions struct {
 	Lanes int // 4; with a GPU 8
 	Depth int // entries of each queue, 256; with a GPU 1024
 	// DMABytes is memory that controllers reach: buffers made of Session.DMA lie in it. 256 MiB; with a GPU 24 MiB more
-	// than BounceBytes; with StoreBytes so much more.
+	// than BounceBytes; with StoreBytes so much more. An eighth, 8 MiB at most, is for trailers; with a GPU two thirds of
+	// what is neither BounceBytes nor StoreBytes, 16 MiB at most.
 	DMABytes int
 	// BounceBytes of the DMA memory are for buffers elsewhere. 0: direct only; with GPU options 64 MiB.
 	BounceBytes int

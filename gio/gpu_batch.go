@@ -430,12 +430,12 @@ func (p *planner) plan() {
 		group = p.period()
 	}
 	p.pack(group)
+	if !p.t.write && g.busy.Load() == 0 {
+		p.parts = restParts
+	}
 	if direct > 0 && bounce > 0 {
 		p.cutMixed()
 		return
-	}
-	if !p.t.write && g.busy.Load() == 0 {
-		p.parts = restParts
 	}
 	p.cut(0, p.t.n, bounce == 0)
 }

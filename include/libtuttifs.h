@@ -118,7 +118,8 @@ struct tuttifs_session_options {
 	uint32_t lanes;          /* sets of queue pairs, one chunk in flight each: 4 / 8 */
 	uint32_t depth;          /* entries of a queue, a power of two: 256 / 1024 */
 	uint64_t dma_bytes;      /* host memory that controllers reach: 256 MiB / 24 MiB more than bounce_bytes; and both
-	                            more by store_bytes */
+	                            more by store_bytes. Trailers have an eighth, 8 MiB at most / two thirds of what is
+	                            neither bounce_bytes nor store_bytes, 16 MiB at most */
 	uint64_t bounce_bytes;   /* of it, for memory that they do not reach: 64 MiB */
 	uint64_t staging_bytes;  /* device memory that transfers pass through: - / 256 MiB */
 	uint64_t arena_bytes;    /* of metadata batches: 1 MiB. Ranks that join each other's reservations use equal ones */
@@ -152,7 +153,8 @@ int tuttifs_session_token(tuttifs_session_t session, uint8_t token[16]);
 /* States executor, device, DMA mode, bounce and staging memory: at most bytes characters and a NUL, cut if need be. */
 int tuttifs_session_describe(tuttifs_session_t session, char *text, uint64_t bytes);
 
-/* Memory that controllers reach directly, for host buffers; the session's until it is closed. */
+/* Memory that controllers reach directly, for host buffers; the session's until it is closed. It is what of dma_bytes is
+ * left of bounce memory, store buffer, trailers and, without SGLs, 16 bytes a page of it for PRP lists. */
 int tuttifs_session_dma(tuttifs_session_t session, void **memory, uint64_t *bytes);
 
 /* What a session's executor has done since it was made. With the CPU executor only gpu and lanes say anything. */

@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"path/filepath"
 	"runtime"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -117,6 +118,34 @@ func TestWakeUpBetweenPollers(t *testing.T) {
 		<-woken
 		t.Fatal("a wake-up was lost")
 	}
+}
+
+// The end of a nap is no wake-up, whatever number another poller of the same word has announced meanwhile: who takes it
+// for one spins, at every nap's end.
+func TestNapBesidePollers(t *testing.T) {
+	shared := words(mmapTest(t, PageBytes))
+	armed := (*uint32)(unsafe.Pointer(&shared[0]))
+	wake := (*uint32)(unsafe.Pointer(&shared[8]))
+	atomic.StoreUint32(armed, 1)
+	p, err := NewPoller(PollerConfig{Armed: armed, Wake: wake, Number: 0})
+	require.NoError(t, err)
+	t.Cleanup(p.Stop)
+	var stop atomic.Bool
+	var other sync.WaitGroup
+	other.Go(func() {
+		for !stop.Load() {
+			atomic.StoreUint32(wake, 2) // the poller of number 1
+			runtime.Gosched()
+		}
+	})
+	defer other.Wait()
+	defer stop.Store(true)
+	for range 100_000 { // mostly it is announced too soon for the nap to begin
+		if !p.rest() && atomic.LoadUint32(wake) == 2 {
+			return
+		}
+	}
+	t.Fatal("every nap's end was taken for a wake-up")
 }
 
 // The executor rings whenever the poller is just falling asleep, napping or awake: every command completes, or a

@@ -221,7 +221,8 @@ class Session(Closing, Scheduled):
         return StoreStats(**{f.name: getattr(s, f.name) for f in dataclasses.fields(StoreStats)})
 
     def dma(self) -> memoryview:
-        """Memory that controllers reach directly, for host buffers: shape [bytes], format "B", writable.
+        """Memory that controllers reach directly, for host buffers: shape [bytes], format "B", writable. It is what of
+        `dma_bytes` is left of bounce memory, store buffer and trailers (8 MiB of the default; with a GPU 16).
         `numpy.frombuffer(session.dma(), dtype)` and `torch.frombuffer` make arrays of it.
 
         Where they, or arrays made of them, are still referred to when the session is closed, it ends with the last of

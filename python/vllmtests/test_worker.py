@@ -497,6 +497,13 @@ class Refused(Mounted):
             with self.subTest(more), self.assertRaises(tuttifs.InvalidError):
                 Side(self, **more)
 
+    @unittest.skipIf(DEVICE.type != "cpu", "staging memory is the device's")
+    def test_staging_memory_that_the_session_has_not(self) -> None:
+        """A store would wait for a slot for ever."""
+        with unittest.mock.patch.object(tuttifs.vllm.worker, "RING", 0):
+            with self.assertRaisesRegex(tuttifs.InvalidError, "bytes for staging memory of"):
+                Side(self)
+
 
 class Scheduled(Mounted):
     """What a session's scheduler is told of steps."""
