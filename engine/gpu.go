@@ -74,7 +74,7 @@ func (g *gpuSide) close(ring error) error {
 func (s *Session) buildGPU(config gio.RingConfig, o *GPUOptions) error {
 	c := gio.GPUConfig{RingConfig: config, Context: s.gpu.context, StagingBytes: o.StagingBytes,
 		Polling: o.Polling, PollSMs: o.PollSMs}
-	if t := s.paces.Table(); t != nil { // the scheduler has the largest only while compute stands
+	if t := s.paces.Table(); t != nil { // the scheduler has the largest in short windows, and while compute stands
 		grids := t.IO.Harvest.Grids
 		c.HarvestBlocks = max(gio.HarvestBlocksDefault, grids[len(grids)-1].Blocks)
 	}

@@ -51,11 +51,14 @@ func (e *estimate) note(x float64) {
 func (e *estimate) known() bool     { return e.count >= estimateLeast }
 func (e *estimate) factor() float64 { return math.Exp2(e.value) }
 
-// most is the greatest factor of the last five samples and of what is believed.
-func (e *estimate) most() float64 {
+// most is the greatest factor of what is believed and those of the last five samples that are not above a limit.
+func (e *estimate) most(limit float64) float64 {
 	most := e.value
+	limit = math.Log2(limit)
 	for _, x := range e.recent[:min(e.count, len(e.recent))] {
-		most = max(most, x)
+		if x <= limit {
+			most = max(most, x)
+		}
 	}
 	return math.Exp2(most)
 }
@@ -111,13 +114,14 @@ func (w *windows) layer(input, prefix int) (window int64, sure bool) {
 	return window, false
 }
 
-// step is the window of a decode step, or 0 where nothing is known, and the most that one of the last few took.
-func (w *windows) step(length, layers int) (window, most int64) {
+// step is the window of a decode step, or 0 where nothing is known, and the most that one of the last few took. One of
+// more than the limit counts for the window alone: it may have been the pause behind an answer that nobody ended.
+func (w *windows) step(length, layers int, limit time.Duration) (window, most int64) {
 	e, base := &w.steps[lengthPlace(length)], w.stepBase(length, layers)
 	if e.known() || w.table != nil {
 		window = nanoseconds(base * e.factor())
 	}
-	return window, nanoseconds(base * e.most())
+	return window, nanoseconds(base * e.most(float64(limit)/base))
 }
 
 // note takes what a layer has taken.

@@ -168,7 +168,8 @@ func (p *policy) decodeStep(now int64, length int) {
 	if p.c.Table != nil {
 		layers = p.c.Table.Fingerprint.Model.Layers
 	}
-	window, most := p.windows.step(length, layers)
+	// Writes wait no longer than MaxAge for a step to end, so that nothing is lost where a longer one counts for nothing.
+	window, most := p.windows.step(length, layers, p.c.MaxAge)
 	p.pass = pass{kind: passDecode, prefix: length, layers: layers, begin: now, since: now, window: window,
 		over: now + max(2*most+int64(p.c.Idle), stepOver), ahead: p.share(slack.Read, window)}
 	p.stats.DecodeSteps++
@@ -270,9 +271,11 @@ func (p *policy) note(e ioEvent) {
 		}
 		p.reads.queued(layer, bytes, p.forNext(layer))
 	case readIssued:
+		p.besideWrites()
 		p.read.issue(now, bytes)
 		p.reads.issued(layer, bytes)
 	case readArrived:
+		p.besideWrites()
 		p.read.done(now, bytes)
 		if p.reads.arrived(layer, bytes) && p.pass.kind == passPrefill {
 			p.pass.bytes += bytes
@@ -289,10 +292,18 @@ func (p *policy) note(e ioEvent) {
 		p.wrote(bytes)
 	case writeArrived:
 		if p.reads.flying > 0 {
-			p.write.limited = true // of a turn beside reads, which have the drives most of the time
+			p.besideWrites()
 		}
 		p.write.done(now, bytes)
 		p.granted.windowed = min(p.granted.windowed, p.write.flying)
+	}
+}
+
+// besideWrites takes note of a read in flight: what writes do meanwhile is not what they can do, since reads have the
+// drives most of the time.
+func (p *policy) besideWrites() {
+	if p.write.flying > 0 {
+		p.write.limited = true
 	}
 }
 

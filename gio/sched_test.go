@@ -153,6 +153,79 @@ func TestSchedulerConverges(t *testing.T) {
 	}
 }
 
+// TestSchedulerWritesBesideReads: a write's rate is learned while nothing is read: not of one that waited for a read,
+// whichever of them ended first or began first.
+func TestSchedulerWritesBesideReads(t *testing.T) {
+	const piece, alone, reading = 4 << 20, 2 * ms, 20 * ms
+	type happens struct {
+		kind ioEventKind
+		at   int64
+	}
+	before := []happens{{readIssued, 0}, {writeIssued, 0}, {readArrived, reading}, {writeArrived, reading + alone}}
+	within := []happens{{writeIssued, 0}, {readIssued, ms}, {readArrived, ms + reading}, {writeArrived, reading + alone}}
+	after := []happens{{writeIssued, 0}, {readIssued, ms}, {writeArrived, reading + alone}, {readArrived, reading + alone}}
+	beyond := []happens{{readIssued, 0}, {writeIssued, 0}, {writeArrived, reading + alone}, {readArrived, reading + alone}}
+	for name, order := range map[string][]happens{"before": before, "within": within, "after": after, "beyond": beyond} {
+		t.Run(name, func(t *testing.T) {
+			s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+			do := func(events ...happens) {
+				begin := s.now
+				for _, h := range events {
+					s.now = begin + h.at
+					s.note(h.kind, noLayer, piece)
+				}
+				s.now += 10 * ms
+			}
+			for range 10 {
+				do(happens{writeIssued, 0}, happens{writeArrived, alone})
+			}
+			rate := s.p.write.bytesPerSecond()
+			require.InEpsilon(t, piece*1e9/float64(alone), rate, 0.1)
+			for range 10 {
+				do(order...)
+			}
+			require.Equal(t, rate, s.p.write.bytesPerSecond())
+		})
+	}
+}
+
+// TestSchedulerWritesAmongReads: the rate of writes comes right also where reads come and go and nothing is ever idle,
+// from a belief that is too great and from one that is too small: in passes of which each layer reads and stores, and
+// in decode steps beside which reads come at any time.
+func TestSchedulerWritesAmongReads(t *testing.T) {
+	pass := simPass{input: 4096, prefix: 4096, layers: 16, window: 4 * ms, jitter: 0.1, reads: 4 << 20, stores: 4 << 20}
+	lazy := pass
+	lazy.lazy = true
+	passes := func(x simPass) func(*sim) {
+		return func(s *sim) {
+			for range 10 {
+				s.run(x)
+			}
+		}
+	}
+	for name, busy := range map[string]func(*sim){"passes": passes(pass), "lazy": passes(lazy), "steps": func(s *sim) {
+		for range 400 {
+			s.p.decodeStep(s.now, 4096)
+			s.deferWrite(4 << 20)
+			for end := s.now + 20*ms; s.now < end; s.until(s.now+s.random.Int64N(8*ms), nil) {
+				s.read(0, s.random.Int64N(16<<20))
+				s.until(s.now+60_000*ms, func() bool { return len(s.queue) == 0 })
+			}
+		}
+	}} {
+		for _, rate := range []float64{0.5e9, 5e9} {
+			t.Run(fmt.Sprintf("%s, %v", name, rate), func(t *testing.T) {
+				d := schedDrives
+				d.writeRate = rate
+				s := newSim(t, 1, SchedulerConfig{}, d)
+				busy(s)
+				require.InEpsilon(t, rate, s.p.write.bytesPerSecond(), 0.25)
+				s.settle()
+			})
+		}
+	}
+}
+
 // TestSchedulerOtherLengths: what was learned of one length serves others: with a table as a factor, without one as a
 // bound from below.
 func TestSchedulerOtherLengths(t *testing.T) {
@@ -717,6 +790,48 @@ func TestSchedulerDecodeMixed(t *testing.T) {
 	}
 	s.p.decodeStep(s.now, 4096)
 	require.InEpsilon(t, 10*ms, s.p.pass.window, 0.1)
+}
+
+// TestSchedulerDecodePauses: what is between two answers is no step, however few steps an answer has: the last one is
+// over as soon as ever, where nobody says that it is, and reads are paced by nothing then.
+func TestSchedulerDecodePauses(t *testing.T) {
+	for _, steps := range []int{3, 5, 20} {
+		t.Run(fmt.Sprint(steps), func(t *testing.T) {
+			s := newSim(t, 1, SchedulerConfig{}, schedDrives)
+			for answer := range 12 {
+				for range steps {
+					s.run(simPass{decode: true, prefix: 4096, window: 10 * ms, jitter: 0.1})
+				}
+				s.deferWrite(64 << 20)
+				s.until(s.now+stepOver+50*ms, nil)
+				if answer > 1 {
+					require.InEpsilon(t, 10*ms, s.p.pass.window, 0.2)
+				}
+				require.NotZero(t, s.p.snapshot(s.now).Issued[CauseIdle], "answer %d", answer)
+				require.Zero(t, len(s.buffer), "answer %d", answer)
+				require.EqualValues(t, uint64(math.MaxUint64), s.p.readAhead(s.now))
+				s.until(s.now+60_000*ms, nil)
+			}
+		})
+	}
+}
+
+// TestSchedulerDecodeLong: steps that take longer than writes ever wait are learned as well: after the first few, none
+// is taken for the last one.
+func TestSchedulerDecodeLong(t *testing.T) {
+	for name, table := range map[string]*slack.Table{"none": nil, "0.5 ms": schedTable(t, 900, schedDrives)} {
+		t.Run(name, func(t *testing.T) {
+			const truth = 3000 * ms
+			s := newSim(t, 1, SchedulerConfig{Table: table}, schedDrives)
+			for i := range 30 {
+				s.p.decodeStep(s.now, 4096)
+				s.until(s.now+truth, nil)
+				s.p.account(s.now)
+				require.True(t, s.p.pass.kind == passDecode || i < 12, "step %d, of %d ms", i, s.p.pass.window/ms)
+			}
+			require.InEpsilon(t, truth, s.p.pass.window, 0.1)
+		})
+	}
 }
 
 // TestSchedulerDecodeEnds: what is granted for a decode step ends in it: less is left of a step that has gone on for a
