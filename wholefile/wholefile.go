@@ -22,6 +22,8 @@ func place(path string) (file, dir string, err error) {
 	switch {
 	case err == nil && st.IsDir():
 		return "", "", &fs.PathError{Op: "write", Path: path, Err: errors.New("is a directory")}
+	case err == nil && st.Mode().Type() == fs.ModeSocket:
+		return "", "", &fs.PathError{Op: "write", Path: path, Err: errors.New("is a socket")}
 	case err == nil && !st.Mode().IsRegular():
 		return "", "", nil
 	case err == nil:
@@ -38,21 +40,18 @@ func place(path string) (file, dir string, err error) {
 	return path, dir, nil
 }
 
-// Check says what would keep Write from writing, but for space, and makes nothing.
+// Check says what would keep Write from writing, but for space. It makes and opens nothing: the reader of a pipe would
+// take a writer that comes and goes for the only one.
 func Check(path string) error {
-	f, err := os.OpenFile(path, os.O_WRONLY|unix.O_NONBLOCK, 0)
-	switch {
-	case err == nil:
-		err = f.Close()
-	case errors.Is(err, fs.ErrNotExist):
-		err = nil
-	}
+	file, dir, err := place(path)
 	if err != nil {
 		return err
 	}
-	file, dir, err := place(path)
-	if err != nil || file == "" {
-		return err
+	if file == "" {
+		if err := unix.Access(path, unix.W_OK); err != nil {
+			return &fs.PathError{Op: "write", Path: path, Err: err}
+		}
+		return nil
 	}
 	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
 		return fmt.Errorf("%s: its directory: %w", path, err)

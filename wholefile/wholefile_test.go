@@ -2,11 +2,13 @@ package wholefile
 
 import (
 	"io/fs"
+	"net"
 	"os"
 	"path/filepath"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 func TestWrite(t *testing.T) {
@@ -51,11 +53,21 @@ func TestWrite(t *testing.T) {
 // Check refuses what Write would, before there is anything to write, and touches nothing.
 func TestCheck(t *testing.T) {
 	dir := t.TempDir()
-	file := filepath.Join(dir, "file")
-	require.NoError(t, os.WriteFile(file, []byte("as it was"), 0o600))
+	file, fifo, socket := filepath.Join(dir, "file"), filepath.Join(dir, "fifo"), filepath.Join(dir, "socket")
+	require.NoError(t, os.WriteFile(file, []byte("as it was"), 0o400), "it is replaced, and so may be read-only")
+	require.NoError(t, unix.Mkfifo(fifo, 0o600))
+	listener, err := net.Listen("unix", socket)
+	require.NoError(t, err)
+	defer listener.Close()
 	require.NoError(t, os.Symlink(filepath.Join(dir, "none", "x"), filepath.Join(dir, "dangling")))
+	events, err := unix.InotifyInit1(unix.IN_NONBLOCK | unix.IN_CLOEXEC)
+	require.NoError(t, err)
+	defer unix.Close(events)
+	_, err = unix.InotifyAddWatch(events, dir, unix.IN_ALL_EVENTS)
+	require.NoError(t, err)
 	for path, good := range map[string]bool{
-		file: true, filepath.Join(dir, "new"): true, filepath.Join(dir, "dangling"): true, "/dev/null": true,
+		file: true, fifo: true, socket: false,
+		filepath.Join(dir, "new"): true, filepath.Join(dir, "dangling"): true, "/dev/null": true,
 		dir: false, filepath.Join(dir, "none", "x"): false, dir + "/none/../x": false, dir + "/x/": false, file + "/x": false,
 		"": false,
 	} {
@@ -66,12 +78,14 @@ func TestCheck(t *testing.T) {
 		}
 	}
 	require.ErrorContains(t, Check(dir+"/none/../x"), "its directory")
+	_, err = unix.Read(events, make([]byte, 4096))
+	require.ErrorIs(t, err, unix.EAGAIN, "nothing in the directory was opened, made or changed")
 	b, err := os.ReadFile(file)
 	require.NoError(t, err)
 	require.Equal(t, "as it was", string(b))
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
-	require.Len(t, entries, 2)
+	require.Len(t, entries, 4)
 	require.NoError(t, Write(filepath.Join(dir, "dangling"), nil, 0o600))
 	require.NoError(t, Write(filepath.Join(dir, "new"), nil, 0o600))
 }
