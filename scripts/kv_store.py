@@ -107,7 +107,10 @@ def check_files(p, a):
 def check_output(p, flag, path):
     """Says before measuring that a file could not be written afterwards."""
     where = os.path.dirname(path) or "."
-    if os.path.isdir(path) or not os.path.isdir(where) or not os.access(where, os.W_OK | os.X_OK):
+    # Some write beside it and rename: that would put a file in the place of a link or a device.
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isfile(path) or not os.access(path, os.W_OK)):
+        p.error(f"{flag} {path}: no regular file that can be written to")
+    if not os.path.basename(path) or not os.path.isdir(where) or not os.access(where, os.W_OK | os.X_OK):
         p.error(f"{flag} {path}: no file in a directory that can be written to")
 
 

@@ -55,10 +55,30 @@ class Flags(unittest.TestCase):
             for words, says in (("--tokens 8001", "--tokens 8001: want a multiple of --block, which is 64"),
                                 ("--tokens 64", "--tokens 64: want"), ("--piece 100", "--piece 100: want"),
                                 ("--hits 0,50", "--hits are above 0"), ("--layers 1", "--layers 2 or more"),
-                                ("--png /nowhere/x.png", "--png /nowhere/x.png: no file"), (f"-o {d}", "-o "),
+                                ("--png /nowhere/x.png", "--png /nowhere/x.png: no file"),
+                                (f"-o {d}", "no regular file"),
                                 ("--slack-table /nowhere", "no file that can be read")):
                 with self.subTest(words=words), mock.patch.dict(os.environ):
                     self.assertIn(says, self.refused("bubbles", ["--device", "none", *programs, *words.split()]))
+
+    def test_output(self):
+        """What is there is a file that can be written to, and no way to another place."""
+        with tempfile.TemporaryDirectory() as d:
+            file, link, fifo, fixed = (os.path.join(d, name) for name in ("file", "link", "fifo", "fixed"))
+            for path, mode in ((file, 0o600), (fixed, 0o444)):
+                os.close(os.open(path, os.O_CREAT, mode))
+            os.symlink(file, link)
+            os.mkfifo(fifo)
+            p, access = argparse.ArgumentParser(), os.access
+            for path in (file, os.path.join(d, "new")):
+                kv_store.check_output(p, "-o", path)
+            # Root may write to what is read-only.
+            with mock.patch("os.access", lambda path, mode: path != fixed and access(path, mode)):
+                for path in (fixed, link, fifo, d, d + "/", d + "/none/x", file + "/x", "", "/dev/null", "/dev/stdout"):
+                    with self.subTest(path=path), contextlib.redirect_stderr(io.StringIO()) as said, \
+                            self.assertRaises(SystemExit):
+                        kv_store.check_output(p, "-o", path)
+                    self.assertIn(f"-o {path}: no ", said.getvalue())
 
     def test_number(self):
         whole, share = kv_store.number(least=0, most=3), kv_store.number(float, 0)
