@@ -1,5 +1,6 @@
 """A tuttifs volume on files in memory, formatted, mounted, and taken away again: for measurements and tests."""
 
+import argparse
 import concurrent.futures
 import contextlib
 import fcntl
@@ -9,12 +10,14 @@ import os
 import re
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 
 
+PREFIX, LOCK = "tuttifs-ram-", "ram-volume.lock"  # of a volume's directory; in it
 UMOUNT_SECONDS = 60  # for the daemon to end; then the mount is detached, with which it ends as well
 
 
@@ -32,26 +35,53 @@ def is_mount(path):
 def unmount(tuttifs, mount):
     """Of a mount, whether its daemon lives or not, nothing is left."""
     if is_mount(mount):
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run([tuttifs, "umount", mount], stdin=subprocess.DEVNULL, timeout=UMOUNT_SECONDS)
     if is_mount(mount):
         subprocess.run(["umount", "-l", mount], stdin=subprocess.DEVNULL)
 
 
+def remove(directory):
+    """Not while it is mounted: a daemon would live on without its drives, where no later run finds it."""
+    mount = os.path.join(directory, "mnt")
+    if is_mount(mount):
+        say(f"{mount} cannot be unmounted: {directory} stays until a later run can")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def say(text):
+    print(text, file=sys.stderr, flush=True)
+
+
+def what_lock_says(directory):
+    return b"a tuttifs volume in memory: %s\n" % os.fsencode(os.path.basename(directory))
+
+
+@contextlib.contextmanager
+def opened(path, flags, **options):
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | flags, **options)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def take_away_left(tuttifs, where):
-    """Takes volumes away whose makers were killed: nobody holds their lock any more."""
-    for path in glob.glob(os.path.join(glob.escape(where), "tuttifs-*", "lock")):
-        directory = os.path.dirname(path)
-        try:
-            if os.path.islink(directory) or os.stat(directory).st_uid != os.geteuid():
+    """Takes volumes away whose makers were killed: nobody holds their lock any more. Others may write to where as well:
+    what is not this user's, and has no lock as RamVolume makes it, is left alone."""
+    for directory in glob.glob(os.path.join(glob.escape(os.path.realpath(where)), PREFIX + "*")):
+        with contextlib.suppress(OSError), opened(directory, os.O_DIRECTORY) as place:
+            if os.fstat(place).st_uid != os.geteuid():
                 continue
-            with open(path) as lock:
+            with opened(LOCK, os.O_NONBLOCK, dir_fd=place) as lock:
+                says = what_lock_says(directory)
+                if not stat.S_ISREG(os.fstat(lock).st_mode) or os.read(lock, len(says) + 1) != says:
+                    continue
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                print(f"{directory} was left by a run that was killed, and goes", file=sys.stderr, flush=True)
+                say(f"{directory} was left by a run that was killed, and goes")
                 unmount(tuttifs, os.path.join(directory, "mnt"))
-                shutil.rmtree(directory, ignore_errors=True)
-        except OSError:  # it is held, or has gone meanwhile
-            continue
+                remove(directory)
 
 
 class RamVolume:
@@ -68,7 +98,7 @@ class RamVolume:
         if needed > free:
             raise SystemExit(f"{where} has {free >> 20} MiB free, {needed >> 20} are needed: another --where, or a "
                              "smaller case")
-        self.dir = tempfile.mkdtemp(prefix="tuttifs-", dir=where)
+        self.dir = tempfile.mkdtemp(prefix=PREFIX, dir=where)
         self.mount = os.path.join(self.dir, "mnt")
         self.log = os.path.join(self.dir, "log")
         self.paths = [os.path.join(self.dir, f"drive{i}") for i in range(drives)]
@@ -77,11 +107,12 @@ class RamVolume:
     def __enter__(self):
         for s in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C does: no mount is left behind
             signal.signal(s, lambda number, _: sys.exit(128 + number))
-        self.lock = open(os.path.join(self.dir, "lock.new"), "w")
+        self.lock = open(os.path.join(self.dir, LOCK + ".new"), "wb", buffering=0)
         try:
             # Held for as long as this process lives; whoever finds it by its last name finds it held.
             fcntl.flock(self.lock, fcntl.LOCK_EX)
-            os.rename(self.lock.name, os.path.join(self.dir, "lock"))
+            self.lock.write(what_lock_says(self.dir))
+            os.rename(self.lock.name, os.path.join(self.dir, LOCK))
             os.mkdir(self.mount)
             os.mkdir(os.path.join(self.dir, "run"), 0o700)
             # Written ahead, because a first write to memory costs more than the transfer that is measured.
@@ -133,5 +164,18 @@ class RamVolume:
                 with open(self.log, errors="replace") as f:
                     sys.stderr.write("the daemon's log:\n" + f.read()[-4000:])
         finally:
-            shutil.rmtree(self.dir, ignore_errors=True)
+            remove(self.dir)
             self.lock.close()
+
+
+def main():
+    """Takes away what is left, by the flags of the program that left it."""
+    p = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    p.add_argument("--where", default="/dev/shm")
+    p.add_argument("--tuttifs", default="bin/tuttifs")
+    a, _ = p.parse_known_args()
+    take_away_left(os.path.abspath(a.tuttifs), a.where)
+
+
+if __name__ == "__main__":
+    main()
