@@ -67,7 +67,7 @@ func Write(path string, b []byte, mode fs.FileMode) error {
 		return err
 	}
 	if file == "" {
-		return os.WriteFile(path, b, mode)
+		return writeTo(path, b)
 	}
 	f, err := os.CreateTemp(dir, "."+strings.ReplaceAll(filepath.Base(file), "*", "_")+"-")
 	if err != nil {
@@ -91,4 +91,16 @@ func Write(path string, b []byte, mode fs.FileMode) error {
 		return err
 	}
 	return errors.Join(d.Sync(), d.Close())
+}
+
+// writeTo writes to what is no regular file. A pipe that nobody reads is not waited for: no signal would end that.
+func writeTo(path string, b []byte) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|unix.O_NONBLOCK, 0)
+	if errors.Is(err, unix.ENXIO) {
+		return fmt.Errorf("%w: a pipe is to be read by somebody before", err)
+	} else if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	return errors.Join(err, f.Close())
 }

@@ -1,6 +1,8 @@
 package wholefile
 
 import (
+	"bytes"
+	"io"
 	"io/fs"
 	"net"
 	"os"
@@ -48,6 +50,34 @@ func TestWrite(t *testing.T) {
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	require.Len(t, entries, 4, "nothing else is left")
+}
+
+// A pipe is written to if somebody reads it, and not waited for.
+func TestWritePipe(t *testing.T) {
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	require.NoError(t, unix.Mkfifo(pipe, 0o600))
+	require.ErrorIs(t, Write(pipe, []byte("x"), 0o600), unix.ENXIO)
+	reader, err := os.OpenFile(pipe, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	require.NoError(t, err)
+	defer reader.Close()
+	want := bytes.Repeat([]byte("more than a pipe holds "), 10_000)
+	written := make(chan error)
+	go func() { written <- Write(pipe, want, 0o600) }()
+	got := make([]byte, len(want))
+	_, err = io.ReadFull(waiting{reader}, got)
+	require.NoError(t, err)
+	require.NoError(t, <-written)
+	require.Equal(t, want, got)
+}
+
+// waiting reads on where nobody has the pipe open for writing yet.
+type waiting struct{ io.Reader }
+
+func (w waiting) Read(b []byte) (n int, err error) {
+	for n == 0 && (err == nil || err == io.EOF) {
+		n, err = w.Reader.Read(b)
+	}
+	return n, err
 }
 
 // Check refuses what Write would, before there is anything to write, and touches nothing.

@@ -248,7 +248,8 @@ func (o *mountOptions) logger(w io.Writer) (*slog.Logger, func(), error) {
 	var closer io.Closer = io.NopCloser(nil)
 	switch {
 	case o.log != "":
-		f, err := os.OpenFile(o.log, os.O_APPEND|os.O_CREATE|os.O_WRONLY, 0o640)
+		// A pipe that nobody reads is not waited for: no signal would end that.
+		f, err := os.OpenFile(o.log, os.O_APPEND|os.O_CREATE|os.O_WRONLY|unix.O_NONBLOCK, 0o640)
 		if err != nil {
 			return nil, nil, err
 		}
