@@ -36,15 +36,15 @@ prefixes with earlier ones. It is for demonstrations and tests; it models no rea
 	}
 }
 
-func (o *traceOptions) run(_ context.Context, e *env, _ []string) error {
+func (o *traceOptions) run(ctx context.Context, e *env, _ []string) error {
 	if o.requests < 1 {
 		return usagef("--requests must be at least 1")
 	}
 	if o.output == "-" {
-		return generateTrace(e.stdout, o.requests, o.seed)
+		return generateTrace(ctx, e.stdout, o.requests, o.seed)
 	}
 	var b bytes.Buffer
-	if err := generateTrace(&b, o.requests, o.seed); err != nil {
+	if err := generateTrace(ctx, &b, o.requests, o.seed); err != nil {
 		return err
 	}
 	return wholefile.Write(o.output, b.Bytes(), 0o644)
@@ -55,7 +55,7 @@ type conversation struct{ ids []uint64 }
 
 // generateTrace writes n requests. Every id has one parent, ids are consecutive in the order in which they are first
 // seen, and a partial tail is never extended: the next turn has a new block in its place.
-func generateTrace(w io.Writer, n int, seed uint64) error {
+func generateTrace(ctx context.Context, w io.Writer, n int, seed uint64) error {
 	const (
 		systemPrompts = 8
 		recentMax     = 64 // conversations that may go on
@@ -75,6 +75,9 @@ func generateTrace(w io.Writer, n int, seed uint64) error {
 	var recent []*conversation // the newest last
 	buf, now := bufio.NewWriter(w), 0
 	for range n {
+		if err := ctx.Err(); err != nil {
+			return err
+		}
 		now += rng.IntN(600)
 		var c *conversation
 		if i := len(recent) - 1 - int(age.Uint64()); i >= 0 && rng.IntN(10) < 7 {

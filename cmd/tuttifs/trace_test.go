@@ -2,6 +2,8 @@ package main
 
 import (
 	"bytes"
+	"context"
+	"io"
 	"strings"
 	"testing"
 
@@ -62,8 +64,8 @@ func TestReadTraceNamesTheLine(t *testing.T) {
 // request.
 func TestGeneratedTrace(t *testing.T) {
 	var a, b bytes.Buffer
-	require.NoError(t, generateTrace(&a, 500, 3))
-	require.NoError(t, generateTrace(&b, 500, 3))
+	require.NoError(t, generateTrace(t.Context(), &a, 500, 3))
+	require.NoError(t, generateTrace(t.Context(), &b, 500, 3))
 	require.Equal(t, a.String(), b.String(), "equal seeds")
 	requests, err := readTrace(&a, "generated", 0)
 	require.NoError(t, err)
@@ -132,4 +134,10 @@ func FuzzTrace(f *testing.F) {
 			last = r.Timestamp
 		}
 	})
+}
+
+func TestTraceIsInterrupted(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.ErrorIs(t, generateTrace(ctx, io.Discard, 1<<40, 3), context.Canceled)
 }
