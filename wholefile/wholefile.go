@@ -40,8 +40,8 @@ func place(path string) (file, dir string, err error) {
 	return path, dir, nil
 }
 
-// Check says what would keep Write from writing, but for space. It makes and opens nothing: the reader of a pipe would
-// take a writer that comes and goes for the only one.
+// Check says what would keep Write from writing, but for space, and for a pipe's reader that is not there yet. It makes
+// and opens nothing: the reader of a pipe would take a writer that comes and goes for the only one.
 func Check(path string) error {
 	file, dir, err := place(path)
 	if err != nil {
@@ -60,7 +60,8 @@ func Check(path string) error {
 }
 
 // Write replaces what path names by b: a temporary file beside it is written, synced and renamed. A symbolic link is
-// followed. What is no regular file, such as a pipe or /dev/stdout, cannot be replaced: it is written to.
+// followed. What is no regular file, such as a pipe or /dev/stdout, cannot be replaced: it is written to, a pipe only
+// while somebody reads it.
 func Write(path string, b []byte, mode fs.FileMode) error {
 	file, dir, err := place(path)
 	if err != nil {
