@@ -72,7 +72,7 @@ func Write(path string, b []byte, mode fs.FileMode) error {
 	}
 	f, err := os.CreateTemp(dir, "."+strings.ReplaceAll(filepath.Base(file), "*", "_")+"-")
 	if err != nil {
-		return err
+		return named(path, err)
 	}
 	_, err = f.Write(b)
 	if err == nil {
@@ -85,13 +85,26 @@ func Write(path string, b []byte, mode fs.FileMode) error {
 		err = os.Rename(f.Name(), file)
 	}
 	if err != nil {
-		return errors.Join(err, os.Remove(f.Name()))
+		return errors.Join(named(path, err), os.Remove(f.Name()))
 	}
 	d, err := os.Open(dir)
 	if err != nil {
 		return err
 	}
 	return errors.Join(d.Sync(), d.Close())
+}
+
+// named gives an error of the temporary file the name that the caller knows: nobody has heard of the other.
+func named(path string, err error) error {
+	var of *fs.PathError
+	var renaming *os.LinkError
+	switch {
+	case errors.As(err, &of):
+		err = of.Err
+	case errors.As(err, &renaming):
+		err = renaming.Err
+	}
+	return &fs.PathError{Op: "write", Path: path, Err: err}
 }
 
 // writeTo writes to what is no regular file. A pipe that nobody reads is not waited for: no signal would end that.

@@ -6,6 +6,7 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"testing"
 
@@ -50,6 +51,35 @@ func TestWrite(t *testing.T) {
 	entries, err := os.ReadDir(dir)
 	require.NoError(t, err)
 	require.Len(t, entries, 4, "nothing else is left")
+}
+
+// What cannot be written is named as the caller named it: nobody knows the temporary file.
+func TestWriteNamesItsFile(t *testing.T) {
+	dir := t.TempDir()
+	for _, path := range []string{filepath.Join(dir, "none", "table"), "/proc/table"} {
+		err := Write(path, []byte("x"), 0o600)
+		var of *fs.PathError
+		require.ErrorAs(t, err, &of, path)
+		require.Equal(t, path, of.Path)
+		require.NotContains(t, err.Error(), ".table", path)
+	}
+	limited := filepath.Join(dir, "limited")
+	require.NoError(t, os.WriteFile(limited, []byte("as it was"), 0o600))
+	signal.Ignore(unix.SIGXFSZ)
+	defer signal.Reset(unix.SIGXFSZ)
+	var old unix.Rlimit
+	require.NoError(t, unix.Getrlimit(unix.RLIMIT_FSIZE, &old))
+	require.NoError(t, unix.Setrlimit(unix.RLIMIT_FSIZE, &unix.Rlimit{Cur: 4096, Max: old.Max}))
+	err := Write(limited, make([]byte, 8192), 0o600)
+	require.NoError(t, unix.Setrlimit(unix.RLIMIT_FSIZE, &old))
+	require.ErrorIs(t, err, unix.EFBIG)
+	require.Equal(t, "write "+limited+": file too large", err.Error())
+	b, err := os.ReadFile(limited)
+	require.NoError(t, err)
+	require.Equal(t, "as it was", string(b))
+	entries, err := os.ReadDir(dir)
+	require.NoError(t, err)
+	require.Len(t, entries, 1, "nothing else is left")
 }
 
 // A pipe is written to if somebody reads it, and not waited for.
