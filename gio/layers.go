@@ -38,11 +38,12 @@ type layerState struct {
 	sums    []uint64 // [slot*objects + ordinal in rank]
 	owned   []uint64 // places of storeOwners
 
-	failures atomic.Int32 // how many slots have failed
+	// anyFailed says that failed holds an error. All slots are asked about for every layer, and nearly never has one failed.
+	anyFailed atomic.Bool
 
 	mu       sync.Mutex
-	failed   []error
-	stored   []bool // by ordinal, once a ticket that wrote it has been waited for
+	failed   []error // by slot, the first of each
+	stored   []bool  // by ordinal, once a ticket that wrote it has been waited for
 	deferred []deferredPart
 	closed   bool
 	draining sync.Mutex // held by whoever waits for what was deferred
@@ -489,8 +490,8 @@ func spread(n, bytes int, f func(k int)) {
 }
 
 func (l *layerState) slotError(i int) error {
-	if l.failures.Load() == 0 {
-		return nil // as nearly always: all slots are asked about for every layer
+	if !l.anyFailed.Load() {
+		return nil
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -503,7 +504,7 @@ func (l *layerState) failSlot(i int, err error) {
 	defer l.mu.Unlock()
 	if l.failed[i] == nil {
 		l.failed[i] = err
-		l.failures.Add(1)
+		l.anyFailed.Store(true)
 	}
 }
 
