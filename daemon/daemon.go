@@ -106,7 +106,7 @@ func CheckMountPoint(dir string) error {
 	}
 	switch {
 	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED):
-		return fmt.Errorf("%s is a mount whose daemon has died: 'umount -l %s' clears it", dir, dir)
+		return fmt.Errorf("%s is a mount whose daemon has died: 'tuttifs umount %s' clears it", dir, dir)
 	case err != nil:
 		return fmt.Errorf("%s: %w", dir, err)
 	case st.Mode&unix.S_IFMT != unix.S_IFDIR:

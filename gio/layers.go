@@ -38,7 +38,7 @@ type layerState struct {
 	sums    []uint64 // [slot*objects + ordinal in rank]
 	owned   []uint64 // places of storeOwners
 
-	// anyFailed says that failed holds an error. All slots are asked about for every layer, and nearly never has one failed.
+	// anyFailed says that failed has an error. All slots are asked about for every layer, and nearly never has one failed.
 	anyFailed atomic.Bool
 
 	mu       sync.Mutex

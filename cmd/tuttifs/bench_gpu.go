@@ -258,6 +258,9 @@ func (o *benchGPUOptions) run(ctx context.Context, e *env) (err error) {
 	if err := o.validate(); err != nil {
 		return err
 	}
+	if err := checkOutput(o.output); err != nil {
+		return err
+	}
 	o.plan()
 	var profile *drivemodel.Profile
 	if o.profile != "" {

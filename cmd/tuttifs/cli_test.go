@@ -390,8 +390,17 @@ func TestWholeWay(t *testing.T) {
 	}
 
 	// A second mount of the same volume is refused by name, and mkfs as well.
-	refused(t, 32, "part of the volume that is mounted on "+dir, "mount", paths[0], mountPoint(t))
-	refused(t, 1, "mounted on "+dir+": unmount it first", "mkfs", "-f", paths[0])
+	at := fmt.Sprintf("part of the volume that is mounted on %s (pid %d)", dir, daemonPID(t, dir))
+	refused(t, 32, at, "mount", paths[0], mountPoint(t))
+	refused(t, 1, at+": unmount it first", "mkfs", "-f", paths[0])
+
+	// Its label and UUID are known by the mount, wherever its drives are.
+	for _, spec := range []string{"whole", "LABEL=whole", info.UUID, "UUID=" + info.UUID} {
+		refused(t, 32, at, "mount", spec, mountPoint(t))
+	}
+	refused(t, 32, at, "mount", "whole", dir)
+	refused(t, 8, "mounted on "+dir, "fsck", "whole")
+	tuttifs(t, "fsck", "-n", "LABEL=whole")
 
 	// Everything survives a remount through the names of mount(8).
 	tuttifs(t, "umount", dir)
@@ -447,7 +456,7 @@ func TestReplayGeometries(t *testing.T) {
 }
 
 func TestKilledDaemon(t *testing.T) {
-	paths := formatted(t, 2, "256m")
+	paths := formatted(t, 2, "256m", "-L", "killed")
 	dir := mounted(t, paths[0])
 	trace := smallTrace(t, 25)
 	require.Zero(t, replayed(t, trace, dir).VerifyFailures)
@@ -456,14 +465,54 @@ func TestKilledDaemon(t *testing.T) {
 	waitGone(t, pid)
 
 	// The dead mount says what it is and what to do, from every command.
-	refused(t, 32, "umount -l", "mount", paths[0], dir)
-	refused(t, 1, "umount -l", "info", dir)
-	refused(t, 1, "umount -l", "status", dir)
-	tuttifs(t, "umount", "-l", dir)
+	refused(t, 32, "'tuttifs umount "+dir+"' clears it", "mount", paths[0], dir)
+	refused(t, 1, "'tuttifs umount "+dir+"' clears it", "info", dir)
+	refused(t, 1, "'tuttifs umount "+dir+"' clears it", "status", dir)
+	r := execAs(t, "tuttifs", "umount", dir)
+	require.Zero(t, r.code, r.stderr)
+	require.Contains(t, r.stderr, dir+" is unmounted; its daemon had died")
+	require.Contains(t, r.stderr, "the next mount of killed replays the journal")
+	refused(t, 1, "not a tuttifs mount", "umount", dir)
+
+	// What -p does with it is said, and with -q it is not.
+	copies := t.TempDir()
+	for _, path := range paths {
+		b, err := os.ReadFile(path)
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(filepath.Join(copies, filepath.Base(path)), b, 0o600))
+	}
+	r = execAs(t, "fsck.tuttifs", "-pq", filepath.Join(copies, filepath.Base(paths[0])))
+	require.Equal(t, fsckCorrected, r.code, r.stderr)
+	require.Empty(t, r.stdout)
+	r = execAs(t, "fsck.tuttifs", "-p", paths[0])
+	require.Equal(t, fsckCorrected, r.code, r.stderr)
+	require.Contains(t, r.stdout, "repair: the journal is brought into the record tables, and the volume is clean")
+	require.Contains(t, r.stdout, "repaired, 0 errors, 0 files given up")
+	require.NotContains(t, r.stdout, "Pass")
+
 	mountOn(t, paths[0], dir)
 	again := replayed(t, trace, dir)
 	require.Equal(t, 1.0, again.HitRate, "what was committed is there")
 	require.Zero(t, again.VerifyFailures)
+	pid = daemonPID(t, dir)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+	waitGone(t, pid)
+	tuttifs(t, "umount", "-l", dir)
+	mountOn(t, paths[0], dir)
+	require.Equal(t, 1.0, replayed(t, trace, dir).HitRate)
+}
+
+// A log that nobody reads is refused before anything is mounted, with what to do.
+func TestLogThatCannotBeWritten(t *testing.T) {
+	paths := formatted(t, 1, "64m")
+	dir := mountPoint(t)
+	pipe := filepath.Join(filepath.Dir(dir), "pipe")
+	require.NoError(t, unix.Mkfifo(pipe, 0o600))
+	refused(t, 32, "--log: open "+pipe+": no such device or address: start what reads the pipe first", "mount", "--log",
+		pipe, paths[0], dir)
+	refused(t, 32, "--log: open /no/such/log: ", "mount", "--log", "/no/such/log", paths[0], dir)
+	_, mounted := findMount(dir)
+	require.False(t, mounted)
 }
 
 func TestStopBySignal(t *testing.T) {

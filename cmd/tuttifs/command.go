@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/big"
 	"os"
 	"path/filepath"
 	"runtime/debug"
@@ -101,6 +102,9 @@ func runWords(ctx context.Context, e *env, argv []string) (*exitTable, int) {
 	}
 	switch args[0] {
 	case "-h", "--help", "help":
+		if args[0] == "help" && len(args) > 1 {
+			return helpWith(ctx, e, args[1:])
+		}
 		printUsage(e.stdout)
 		return &plainExits, 0
 	case "-V", "--version", "version":
@@ -116,6 +120,20 @@ func runWords(ctx context.Context, e *env, argv []string) (*exitTable, int) {
 	}
 	e.prog = "tuttifs " + c.name
 	return c.exits, runCommand(ctx, e, c, rest)
+}
+
+// helpWith prints the help of the command or group that the words name, as --help behind them does.
+func helpWith(ctx context.Context, e *env, words []string) (*exitTable, int) {
+	c, rest := findCommand(words)
+	switch {
+	case c == nil:
+		return &plainExits, unknownCommand(e, append(words[:len(words):len(words)], "--help"))
+	case len(rest) > 0:
+		fmt.Fprintf(e.stderr, "tuttifs: help is of one command: unexpected argument %q behind %q\n", rest[0], c.name)
+		return &plainExits, plainExits.usage
+	}
+	e.prog = "tuttifs " + c.name
+	return c.exits, runCommand(ctx, e, c, []string{"--help"})
 }
 
 // findCommand matches one word, or two for the members of a group.
@@ -198,7 +216,7 @@ func parseAndRun(ctx context.Context, e *env, c *command, args []string) (err er
 		c.flags.BoolVarP(&showVersion, "version", "V", false, "print the version")
 	}
 	if err := c.flags.Parse(args); err != nil {
-		return usagef("%v", err)
+		return flagError(err)
 	}
 	switch {
 	case help:
@@ -208,10 +226,44 @@ func parseAndRun(ctx context.Context, e *env, c *command, args []string) (err er
 		e.printf("tuttifs %s\n", version)
 		return nil
 	}
+	if name := emptyFlag(c.flags); name != "" {
+		return usagef("--%s is empty: give it a value, or leave it out", name)
+	}
 	if c.synopsis == flagsOnly && c.flags.NArg() > 0 {
 		return usagef("unexpected argument %q", c.flags.Arg(0))
 	}
 	return c.run(ctx, e, c.flags.Args())
+}
+
+// flagError is what is wrong with a flag. A number that is too large is not to be told that it must be a number.
+func flagError(err error) error {
+	var bad *pflag.InvalidValueError
+	if errors.As(err, &bad) {
+		if n, ok := new(big.Int).SetString(bad.GetValue(), 0); ok && n.Sign() > 0 && isWhole(bad.GetFlag()) {
+			return usagef("--%s %s: the number is too large", bad.GetFlag().Name, bad.GetValue())
+		}
+	}
+	return usagef("%v", err)
+}
+
+func isWhole(f *pflag.Flag) bool { return strings.Contains(f.Value.Type(), "int") }
+
+// mayBeEmpty marks flags whose value may be of no length.
+const mayBeEmpty = "may be empty"
+
+// emptyFlag names a flag that was given a text of no length, as by a variable of a script that is not set: it is not
+// what leaving the flag out says.
+func emptyFlag(flags *pflag.FlagSet) (name string) {
+	flags.Visit(func(f *pflag.Flag) {
+		if _, may := f.Annotations[mayBeEmpty]; may || !strings.HasPrefix(f.Value.Type(), "string") {
+			return
+		}
+		switch f.Value.String() {
+		case "", "[]", `[""]`:
+			name = f.Name
+		}
+	})
+	return name
 }
 
 func printUsage(w io.Writer) {
@@ -220,7 +272,8 @@ func printUsage(w io.Writer) {
 		c := mk()
 		fmt.Fprintf(w, "  %-14s %s\n", c.name, c.summary)
 	}
-	fmt.Fprint(w, "\n'tuttifs COMMAND --help' describes one; 'tuttifs --version' says which this is.\n")
+	fmt.Fprint(w, "\n'tuttifs help COMMAND', or --help behind a command, describes it; "+
+		"'tuttifs --version' says which this is.\n")
 }
 
 func printHelp(w io.Writer, prog string, c *command) {

@@ -7,9 +7,11 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/require"
 
 	"tuttifs/nvme/emu"
@@ -39,10 +41,22 @@ func TestHelpOfEveryCommand(t *testing.T) {
 			}
 			require.Contains(t, c.example, "tuttifs "+c.name, "the example shows the command")
 		}
-		code, stdout, _ := runInProcess(t, append(append([]string{"tuttifs"}, strings.Fields(c.name)...), "--version")...)
+		words := append([]string{"tuttifs"}, strings.Fields(c.name)...)
+		_, want, _ := runInProcess(t, append(words, "--help")...)
+		code, stdout, stderr := runInProcess(t, slices.Insert(slices.Clone(words), 1, "help")...)
+		require.Zero(t, code, c.name)
+		require.Empty(t, stderr, c.name)
+		require.Equal(t, want, stdout, c.name)
+		code, stdout, _ = runInProcess(t, append(words, "--version")...)
 		require.Zero(t, code)
 		require.Equal(t, "tuttifs "+version+"\n", stdout)
 	}
+	_, stdout, _ := runInProcess(t, "tuttifs", "help")
+	require.Equal(t, usage, stdout)
+	_, want, _ := runInProcess(t, "tuttifs", "bench", "--help")
+	code, stdout, _ = runInProcess(t, "tuttifs", "help", "bench")
+	require.Zero(t, code)
+	require.Equal(t, want, stdout)
 }
 
 func TestUsageErrors(t *testing.T) {
@@ -57,6 +71,12 @@ func TestUsageErrors(t *testing.T) {
 		{"tuttifs mkfs", 2, "name 1 to 64 drives"},
 		{"tuttifs mkfs --nope x", 2, "unknown flag: --nope"},
 		{"tuttifs mkfs --size 12q x", 2, "not a size"},
+		{"tuttifs mkfs --size 0 x", 2, "--size 0: drives have at least 4096 bytes"},
+		{"tuttifs mkfs -n --size 64m --width -1 x", 2, "width -1; 1 to 64"},
+		{"tuttifs mkfs -n --size 64m --width 65 x", 2, "width 65; 1 to 64"},
+		{"tuttifs mkfs -n --size 64m --segment 3 x", 2, "segment of 3 bytes; a power of two"},
+		{"tuttifs mkfs -n --size 64m --journal 1 x", 2, "journal of 1 bytes; a multiple of 4096"},
+		{"tuttifs mkfs -n --size 64m -L a/b x", 2, "has a slash"},
 		{"tuttifs mkfs -U zz x", 2, "not a UUID"},
 		{"tuttifs mkfs --size 1k x", 2, "at least 4096"},
 		{"tuttifs mkfs -n --size 64m x y x", 2, "x is named twice"},
@@ -89,16 +109,36 @@ func TestUsageErrors(t *testing.T) {
 		{"tuttifs evict / p --all --count 1", 2, "choose one of"},
 		{"tuttifs evict / p nokey", 2, "not a key"},
 		{"tuttifs evict / p --all", 1, "/"},
+		{"tuttifs evict / p --count 0", 2, "--count must be at least 1"},
+		{"tuttifs evict / p --all --count 0", 2, "choose one of"},
 		{"tuttifs trace --requests 0", 2, "at least 1"},
 		{"tuttifs replay", 2, "name a trace"},
 		{"tuttifs replay x", 2, "name the mount point"},
 		{"tuttifs replay x /m --metadata-only", 2, "needs no mount"},
 		{"tuttifs replay x /m --policy lru", 2, "mounted: -o policy=lru"},
 		{"tuttifs replay x /m --scale 0", 2, "--scale"},
+		{"tuttifs replay x /m --scale 4611686018427387904", 2, "--scale 4611686018427387904: 1 to 1073741824"},
+		{"tuttifs replay x /m --speed nan", 2, "--speed NaN: 0, or 1e-06 to 1e+06"},
+		{"tuttifs replay x /m --speed inf", 2, "--speed +Inf: 0, or"},
+		{"tuttifs replay x /m --speed -1", 2, "--speed -1: 0, or"},
+		{"tuttifs replay x /m --speed 1e-300", 2, "--speed 1e-300: 0, or"},
+		{"tuttifs replay x /m --requests -1", 2, "--requests must not be negative"},
+		{"tuttifs replay x /m --lanes 99999", 2, "--lanes 99999: 1 to 256"},
+		{"tuttifs replay x /m --lanes -1", 2, "--lanes -1: 1 to 256"},
+		{"tuttifs replay x /m --layers -1", 2, "layers is -1, want 1 to"},
+		{"tuttifs replay x /m --head-dim 4611686018427387904", 2, "head dimension is 4611686018427387904, want 1 to"},
+		{"tuttifs replay x /m --ranks 3", 2, "8 KV heads cannot be divided among 3 ranks"},
+		{"tuttifs replay x /m --model gpt", 2, `unknown model "gpt": one of`},
+		{"tuttifs replay x /m --host-buffer nan", 2, "not a size"},
+		{"tuttifs replay x --metadata-only --admission most", 2, `"most"`},
 		{"tuttifs replay x /m --memory 4k", 2, "at least 64.0 KiB"},
 		{"tuttifs replay x /m --pool a/b", 2, "no dot first"},
 		{"tuttifs replay x --metadata-only --policy belady", 2, "one of lru, sieve, s3fifo"},
 		{"tuttifs replay / /m", 2, "/ is a directory: name the trace first"},
+		{"tuttifs trace -o /no/such/dir/t", 1, "-o: /no/such/dir/t: its directory: no such file"},
+		{"tuttifs bench gpu -o /no/such/dir/t", 1, "-o: /no/such/dir/t: its directory: no such file"},
+		{"tuttifs help frobnicate", 2, `unknown command "frobnicate"`},
+		{"tuttifs help mkfs x", 2, `unexpected argument "x"`},
 		{"tuttifs replay /no/such/trace --metadata-only", 1, "/no/such/trace"},
 		{"tuttifs fsck", 16, ""},
 		{"fsck.tuttifs --nope", 16, "unknown flag"},
@@ -110,6 +150,48 @@ func TestUsageErrors(t *testing.T) {
 		require.Contains(t, stderr, c.says, c.argv)
 		require.NotContains(t, stderr, "goroutine", c.argv)
 	}
+}
+
+// TestValuesOfFlags: a value that is none of its kind, or none at all, is a usage error of every flag of every command,
+// and says which flag it is.
+func TestValuesOfFlags(t *testing.T) {
+	kinds := map[string]int{}
+	for _, mk := range commands {
+		c := mk()
+		c.flags.VisitAll(func(f *pflag.Flag) {
+			values := []string{"", "x", "-", "1e", "1 2"}
+			switch kind := f.Value.Type(); {
+			case kind == "bool":
+				return
+			case isWhole(f):
+				values = append(values, "nan", "inf", "1.5", "99999999999999999999")
+			case kind == "SIZE":
+				values = append(values, "nan", "inf", "-1", "1.5", "99999999999999999999")
+			case kind == "duration":
+				values = append(values, "nan", "inf", "-1", "99999999999999999999h")
+			case strings.HasPrefix(kind, "string"):
+				values = values[:1]
+				if _, may := f.Annotations[mayBeEmpty]; may {
+					return
+				}
+			}
+			kinds[f.Value.Type()]++
+			for _, value := range values {
+				argv := slices.Concat([]string{"tuttifs"}, strings.Fields(c.name), []string{"--" + f.Name + "=" + value})
+				code, stdout, stderr := runInProcess(t, argv...)
+				require.Equal(t, c.exits.usage, code, "%v: %s", argv, stderr)
+				require.Empty(t, stdout, "%v", argv)
+				require.Contains(t, stderr, "--"+f.Name, "%v", argv)
+			}
+		})
+	}
+	for _, kind := range []string{"int", "uint", "uint32", "uint64", "float64", "SIZE", "string", "stringSlice"} {
+		require.Positive(t, kinds[kind], kind)
+	}
+	_, _, stderr := runInProcess(t, "tuttifs", "trace", "--requests", "99999999999999999999")
+	require.Contains(t, stderr, "--requests 99999999999999999999: the number is too large")
+	_, _, stderr = runInProcess(t, "tuttifs", "trace", "-o", "")
+	require.Contains(t, stderr, "--output is empty: give it a value, or leave it out")
 }
 
 // A word where none belongs, such as a part of a bench without its --only, runs nothing.

@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"math"
 
+	"github.com/spf13/pflag"
+
 	"tuttifs/gpufile"
 	"tuttifs/ioctl"
 )
@@ -16,11 +18,13 @@ type evictOptions struct {
 	all    bool
 	prefix bool
 	json   bool
+	flags  *pflag.FlagSet
 }
 
 func newEvict() *command {
 	o := &evictOptions{}
 	f := newFlags("evict")
+	o.flags = f
 	f.Uint32Var(&o.count, "count", 0, "evict up to so many files, by the policy's choice")
 	f.BoolVar(&o.all, "all", false, "evict everything that is not pinned")
 	f.BoolVar(&o.prefix, "prefix", false,
@@ -53,7 +57,7 @@ func (o *evictOptions) check(args []string) (flag uint16, keys []gpufile.Key, er
 		keys = append(keys, gpufile.Key(b))
 	}
 	ways := 0
-	for _, chosen := range []bool{o.count > 0, o.all, len(keys) > 0} {
+	for _, chosen := range []bool{o.flags.Changed("count"), o.all, len(keys) > 0} {
 		if chosen {
 			ways++
 		}
@@ -61,6 +65,8 @@ func (o *evictOptions) check(args []string) (flag uint16, keys []gpufile.Key, er
 	switch {
 	case ways != 1:
 		return 0, nil, usagef("choose one of --count, --all and keys")
+	case o.count == 0 && o.flags.Changed("count"):
+		return 0, nil, usagef("--count must be at least 1")
 	case o.prefix && len(keys) == 0:
 		return 0, nil, usagef("--prefix needs keys")
 	case o.prefix:

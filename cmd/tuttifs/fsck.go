@@ -62,8 +62,8 @@ nothing else with it: files are misses then, and never wrong bytes.
 
 Without -n, -p and -y each repair is asked for on a terminal, and elsewhere nothing is repaired.
 Repairs are written when everything has been checked, in an order that may be cut off anywhere.
--p makes those that lose nothing, and looks no further than the journal of a volume that was
-unmounted unless -f is given.
+-p makes those that lose nothing and says which, and looks no further than the journal of a volume
+that was unmounted unless -f is given.
 
 A volume that was not unmounted is no error: its journal is replayed in memory before the tables
 are judged. A volume in use is never written to: it is refused with status 8, unless -n is given.
@@ -97,6 +97,7 @@ func (o *fsckOptions) validate(args []string) error {
 	return nil
 }
 
+// silent: neither passes nor a volume that is as it should be are worth a word. Repairs are, but for -q.
 func (o *fsckOptions) silent() bool { return o.quiet || o.preen || o.auto }
 
 // access is what the drives are opened for. asks says whether there is somebody to ask.
@@ -173,10 +174,8 @@ func (o *fsckOptions) run(ctx context.Context, e *env, args []string) (err error
 
 // inUseError says where the volume is mounted, if it is.
 func inUseError(path string, err error) error {
-	if label, _ := readLabel(path); label != nil {
-		if dir := findVolumeMount(extentmap.FormatUUID(label.Volume), false); dir != "" {
-			return fmt.Errorf("%w; it is mounted on %s: unmount it, or look at it with -n", err, dir)
-		}
+	if m, ok := mountOfDrive(path, false); ok {
+		return fmt.Errorf("%w; it is mounted on %v: unmount it, or look at it with -n", err, m)
 	}
 	return fmt.Errorf("%w; unmount the volume, or look at it with -n", err)
 }
@@ -275,7 +274,7 @@ func (r *fsckReport) name(p check.Pass) {
 }
 
 func (r *fsckReport) print(f check.Finding) {
-	if f.Severity == check.Note && r.o.silent() {
+	if f.Severity == check.Note && r.o.silent() && (r.o.quiet || !f.Accepted) {
 		return
 	}
 	r.tell.finish()
@@ -348,7 +347,7 @@ func (r *fsckReport) summary() {
 		}
 		return
 	}
-	if r.o.silent() && v.Errors == 0 {
+	if r.o.silent() && v.Errors == 0 && (r.o.quiet || v.Repaired == 0) {
 		return
 	}
 	state := "clean"

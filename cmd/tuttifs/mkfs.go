@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/spf13/pflag"
 	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
@@ -31,13 +32,16 @@ type mkfsOptions struct {
 
 	lbaSize   lbaSizeFlag
 	formatNVM bool
+	flags     *pflag.FlagSet
 }
 
 func newMkfs() *command {
 	o := &mkfsOptions{}
 	f := newFlags("mkfs")
+	o.flags = f
 	f.Var(&o.size, "size", "make drive files that do not exist, of this size each (suffixes k, m, g, t: powers of 1024)")
 	f.StringVarP(&o.label, "label", "L", "", "volume `LABEL`, at most 64 bytes")
+	f.SetAnnotation("label", mayBeEmpty, nil)
 	f.StringVarP(&o.uuid, "uuid", "U", "", "volume `UUID` instead of a random one")
 	f.IntVar(&o.width, "width", 0,
 		"entries of a row: drives that a stripe set is spread over (default 4, or all if fewer)")
@@ -80,7 +84,7 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 	if o.formatNVM && o.lbaSize.bytes == 0 {
 		return usagef("--format-nvm is for --lba-size 512 or 4096")
 	}
-	if o.size != 0 && o.size < drive.UnitBytes {
+	if o.flags.Changed("size") && o.size < drive.UnitBytes {
 		return usagef("--size %d: drives have at least %d bytes", uint64(o.size), drive.UnitBytes)
 	}
 	fo := extentmap.FormatOptions{
@@ -118,7 +122,11 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 		format = extentmap.Plan
 	}
 	plan, err := format(drives, fo)
-	if err != nil {
+	var ofDrive *extentmap.DriveError
+	switch {
+	case errors.Is(err, extentmap.ErrInvalid) && !errors.As(err, &ofDrive): // a flag that no drives could do justice to
+		return usagef("%s", strings.TrimPrefix(err.Error(), extentmap.ErrInvalid.Error()+": "))
+	case err != nil:
 		return err
 	}
 	if !o.quiet {
@@ -210,8 +218,8 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 		if err := refuseMounted(path); err != nil {
 			return drives, made, err
 		}
-		if dir := mountOf(path); dir != "" {
-			return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %s: unmount it first", path, dir)
+		if m, ok := mountOfDrive(path, false); ok {
+			return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %v: unmount it first", path, m)
 		}
 		d, err := drive.Open(path, drive.Options{ReadOnly: o.dryRun || o.lbaSize.list})
 		if errors.Is(err, drive.ErrBusy) {
@@ -223,19 +231,6 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 		drives = append(drives, d)
 	}
 	return drives, made, nil
-}
-
-// mountOf is where the volume of a drive is mounted, if it has a label. Controllers are not asked: they are no two
-// processes' at once, and are found busy when they are opened.
-func mountOf(path string) string {
-	if drive.IsAddress(path) {
-		return ""
-	}
-	label, err := readLabel(path)
-	if err != nil {
-		return ""
-	}
-	return findVolumeMount(extentmap.FormatUUID(label.Volume), false)
 }
 
 // parseUUID accepts the usual 36 characters, or 32 without hyphens. Empty means none.

@@ -44,6 +44,7 @@ func newMount() *command {
 	o := &mountOptions{}
 	f := newFlags("mount")
 	f.StringArrayVarP(&o.options, "options", "o", nil, "mount `OPTIONS`, comma-separated (see below)")
+	f.SetAnnotation("options", mayBeEmpty, nil)
 	f.StringVar(&o.metrics, "metrics", "",
 		"serve Prometheus metrics on this `ADDRESS`, e.g. 127.0.0.1:9464 (nothing listens by default)")
 	f.StringVar(&o.log, "log", "",
@@ -159,11 +160,9 @@ const (
 
 // runDaemon serves until the mount is gone. A volume that is mounted already is refused at once and its mount named.
 func runDaemon(ctx context.Context, do daemon.Options) error {
-	if label, err := readLabel(do.Paths[0]); err == nil {
-		// Locks see neither that a file is behind a loop device nor that two devices are paths to one drive.
-		if dir := findVolumeMount(extentmap.FormatUUID(label.Volume), do.ReadOnly); dir != "" {
-			return fmt.Errorf("%s is part of the volume that is mounted on %s", do.Paths[0], dir)
-		}
+	// Locks see neither that a file is behind a loop device nor that two devices are paths to one drive.
+	if m, ok := mountOfDrive(do.Paths[0], do.ReadOnly); ok {
+		return fmt.Errorf("%s is part of the volume that is mounted on %v", do.Paths[0], m)
 	}
 	for deadline := time.Now().Add(busyPatience); ; time.Sleep(busyRetry) {
 		err := daemon.Run(ctx, do)
@@ -250,8 +249,11 @@ func (o *mountOptions) logger(w io.Writer) (*slog.Logger, func(), error) {
 	case o.log != "":
 		// A pipe that nobody reads is not waited for: no signal would end that.
 		f, err := os.OpenFile(o.log, os.O_APPEND|os.O_CREATE|os.O_WRONLY|unix.O_NONBLOCK, 0o640)
-		if err != nil {
-			return nil, nil, err
+		switch {
+		case errors.Is(err, unix.ENXIO):
+			return nil, nil, fmt.Errorf("--log: %w: start what reads the pipe first, or name a regular file", err)
+		case err != nil:
+			return nil, nil, fmt.Errorf("--log: %w", err)
 		}
 		w, closer = f, f
 		if err := debug.SetCrashOutput(f, debug.CrashOptions{}); err != nil {

@@ -5,11 +5,14 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
+	"tuttifs/drive"
+	"tuttifs/extentmap"
 )
 
 // fsType is the type under which the kernel lists our mounts.
@@ -60,22 +63,68 @@ func findMount(dir string) (mountEntry, bool) {
 	return mountEntry{}, false
 }
 
-// findVolumeMount says where a volume is mounted; "" if it is not. Readers do not mind other readers.
-func findVolumeMount(uuid string, reader bool) string {
+// liveMount is a mount that answers.
+type liveMount struct {
+	dir    string
+	volume daemon.VolumeDocument
+}
+
+// String names the mount in messages, with its daemon's process.
+func (m liveMount) String() string {
+	var v daemon.VersionDocument
+	if readStatus(m.dir, "version", &v) != nil || v.PID <= 0 {
+		return m.dir
+	}
+	return fmt.Sprintf("%s (pid %d)", m.dir, v.PID)
+}
+
+// drives are the names of the volume's drives, those that are away not among them.
+func (m liveMount) drives() (names []string) {
+	var doc daemon.DrivesDocument
+	if readStatus(m.dir, "drives", &doc) != nil {
+		return nil // unmounted meanwhile
+	}
+	for _, d := range doc.Drives {
+		if d.Name != "" {
+			names = append(names, d.Name)
+		}
+	}
+	return names
+}
+
+// liveMounts lists our mounts that answer: a dead one holds no drives, and one that may not be asked does not say.
+func liveMounts() (list []liveMount) {
 	mounts, err := readMounts()
 	if err != nil {
-		return ""
+		return nil
 	}
 	for _, m := range mounts {
-		var doc daemon.VolumeDocument
-		if m.kind != fsType || readStatus(m.dir, "volume", &doc) != nil {
-			continue // a dead mount holds no drives, and one that may not be asked does not say
-		}
-		if doc.UUID == uuid && !(reader && doc.ReadOnly) {
-			return m.dir
+		live := liveMount{dir: m.dir}
+		if m.kind == fsType && readStatus(m.dir, "volume", &live.volume) == nil {
+			list = append(list, live)
 		}
 	}
-	return ""
+	return list
+}
+
+// mountOfDrive finds the mount of the volume that a drive belongs to. Readers do not mind other readers. The label of a
+// controller's namespace is not read, because a controller is no two processes' at once: its mount names it.
+func mountOfDrive(path string, reader bool) (m liveMount, ok bool) {
+	uuid := ""
+	if !drive.IsAddress(path) {
+		label, err := readLabel(path)
+		if err != nil {
+			return m, false
+		}
+		uuid = extentmap.FormatUUID(label.Volume)
+	}
+	for _, m := range liveMounts() {
+		ours := m.volume.UUID == uuid || uuid == "" && slices.Contains(m.drives(), path)
+		if ours && !(reader && m.volume.ReadOnly) {
+			return m, true
+		}
+	}
+	return m, false
 }
 
 func sameFile(a, b string) bool {

@@ -7,6 +7,8 @@ import (
 	"strconv"
 	"strings"
 	"text/tabwriter"
+
+	"tuttifs/wholefile"
 )
 
 // outputVersion stands in every JSON document. It changes when a key is removed or changes its meaning; keys may be
@@ -34,6 +36,18 @@ func (o *output) Write(b []byte) (int, error) {
 	n, err := o.w.Write(b)
 	o.err = err
 	return n, err
+}
+
+// checkOutput refuses the file of -o before there is anything to write, if it could not be written. Without one, it is
+// none.
+func checkOutput(path string) error {
+	if path == "" {
+		return nil
+	}
+	if err := wholefile.Check(path); err != nil {
+		return fmt.Errorf("-o: %w", err)
+	}
+	return nil
 }
 
 // table aligns tab-separated cells; the caller flushes it.

@@ -131,10 +131,8 @@ func (o *profileDriveOptions) run(ctx context.Context, e *env, args []string) er
 	if o.name != "" && !drivemodel.ValidName(o.name) {
 		return usagef("--name %q: want 1 to 64 lower-case letters, digits and underscores", o.name)
 	}
-	if o.output != "" {
-		if err := wholefile.Check(o.output); err != nil {
-			return fmt.Errorf("-o: %w", err)
-		}
+	if err := checkOutput(o.output); err != nil {
+		return err
 	}
 	fio := ""
 	if o.fio {

@@ -15,7 +15,6 @@ import (
 	"tuttifs/drivemodel"
 	"tuttifs/slack"
 	"tuttifs/stripe"
-	"tuttifs/wholefile"
 )
 
 type profileModelOptions struct {
@@ -150,10 +149,8 @@ func (o *profileModelOptions) run(_ context.Context, e *env, _ []string) error {
 		doc.Table = t
 		return doc.print(e, o.json)
 	}
-	if o.output != "" {
-		if err := wholefile.Check(o.output); err != nil {
-			return fmt.Errorf("-o: %w", err)
-		}
+	if err := checkOutput(o.output); err != nil {
+		return err
 	}
 	if t.IO, err = o.facts(kv, profiles); err != nil {
 		return err
@@ -173,7 +170,7 @@ func (o *profileModelOptions) run(_ context.Context, e *env, _ []string) error {
 }
 
 func (o *profileModelOptions) checkFlags(estimate bool) error {
-	measured := o.flags.Changed("layer-times")
+	measured := o.layerTimes != ""
 	switch {
 	case measured && estimate:
 		return usagef("--layer-times are measured, --flops and --hbm estimate: give one or the other")
@@ -197,7 +194,7 @@ func (o *profileModelOptions) checkFlags(estimate bool) error {
 
 // readTimes returns nil where there are none.
 func (o *profileModelOptions) readTimes() (*slack.Times, error) {
-	if !o.flags.Changed("layer-times") {
+	if o.layerTimes == "" {
 		return nil, nil
 	}
 	b, err := slack.ReadFile(o.layerTimes)

@@ -105,7 +105,7 @@ func TestProfileModelRefuses(t *testing.T) {
 		says  string
 	}{
 		{"--layer-times x --flops 1e12", 2, "give one or the other"},
-		{"--layer-times= --json", 1, "open : no such file"},
+		{"--layer-times= --json", 2, "--layer-times is empty"},
 		{"--flops 1e12", 2, "needs both"},
 		{"--flops 0", 2, "needs both"},
 		{"--layer-times x --flops 0", 2, "give one or the other"},

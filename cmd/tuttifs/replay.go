@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"tuttifs/gio"
 	"tuttifs/gpufile"
 	"tuttifs/stripe"
 	"tuttifs/wear"
@@ -97,8 +98,12 @@ tuttifs replay t.jsonl --metadata-only --admission all,second-touch,cost-aware -
 	}
 }
 
-// replayMemoryMin is less than any layer needs, and enough for a session to be made.
-const replayMemoryMin = 64 << 10
+const (
+	replayMemoryMin = 64 << 10 // less than any layer needs, and enough for a session to be made
+	replayScaleMax  = 1 << 30
+	replayWaitMax   = 1 << 62 // nanoseconds: more than any trace is of
+	replaySpeedMax  = 1e6     // a trace of days in a second, or the other way round
+)
 
 // poolNameForm is what a pool's name may be, as extentmap.PoolSpec says.
 var poolNameForm = regexp.MustCompile(`^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$`)
@@ -138,12 +143,20 @@ func (o *replayOptions) check(args []string) (trace string, err error) {
 		return "", usagef("--memory %v: at least %s", &o.dmaBytes, humanBytes(replayMemoryMin))
 	case o.pool != "" && !poolNameForm.MatchString(o.pool):
 		return "", usagef("--pool %s: 1 to 64 letters, digits, dots, hyphens and underscores, no dot first", o.pool)
-	case o.scale < 1:
-		return "", usagef("--scale must be at least 1")
-	case o.speed < 0:
-		return "", usagef("--speed must not be negative")
+	case o.scale < 1 || o.scale > replayScaleMax:
+		return "", usagef("--scale %d: 1 to %d", o.scale, replayScaleMax)
+	case !(o.speed == 0 || o.speed >= 1/replaySpeedMax && o.speed <= replaySpeedMax):
+		return "", usagef("--speed %v: 0, or %v to %v", o.speed, 1/replaySpeedMax, replaySpeedMax)
 	case o.limit < 0:
 		return "", usagef("--requests must not be negative")
+	case o.lanes < 0 || o.lanes > gio.LanesMax:
+		return "", usagef("--lanes %d: 1 to %d", o.lanes, gio.LanesMax)
+	}
+	if _, err := o.kv(); err != nil {
+		return "", err
+	}
+	if _, err := o.runs(); err != nil {
+		return "", err
 	}
 	return args[0], nil
 }
@@ -244,15 +257,20 @@ func (o *replayOptions) kv() (stripe.KV, error) {
 		{&g.Layers, &kv.Layers}, {&g.KVHeads, &kv.KVHeads}, {&g.HeadDim, &kv.HeadDim}, {&g.DTypeBytes, &kv.DTypeBytes},
 		{&g.Tokens, &kv.Tokens}, {&g.Ranks, &kv.Ranks},
 	} {
-		if *f.flag < 0 {
-			return kv, usagef("the geometry's numbers must not be negative")
-		}
-		if *f.flag > 0 {
+		if *f.flag != 0 {
 			*f.to = *f.flag
 		}
 	}
 	kv.Split = g.Split
-	return scaleKV(kv, o.scale), nil
+	err := kv.Validate()
+	if err == nil {
+		kv = scaleKV(kv, o.scale)
+		_, err = kv.Geometry()
+	}
+	if err != nil {
+		return kv, usagef("geometry of %s: %v", o.model, err)
+	}
+	return kv, nil
 }
 
 // scaleKV divides the bytes of a file by about scale: layers first, but not below 4, because replay works layer by

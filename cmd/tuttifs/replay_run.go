@@ -61,7 +61,7 @@ func (r *replay) run(ctx context.Context, requests []traceRequest, bar *progress
 // waitUntil follows the trace's clock, in milliseconds.
 func (r *replay) waitUntil(ctx context.Context, start time.Time, ms float64) error {
 	if r.speed > 0 {
-		if d := time.Until(start.Add(time.Duration(ms / r.speed * 1e6))); d > 0 {
+		if d := time.Until(start.Add(time.Duration(min(ms/r.speed*1e6, replayWaitMax)))); d > 0 {
 			t := time.NewTimer(d)
 			defer t.Stop()
 			select {

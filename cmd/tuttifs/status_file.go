@@ -11,12 +11,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
+// errDaemonDead: the mount is still there, and nobody answers any more.
+var errDaemonDead = errors.New("the daemon of this mount has died")
+
 // readStatus decodes one of the status files of a mount.
 func readStatus(dir, name string, v any) error {
 	b, err := os.ReadFile(filepath.Join(dir, ".tuttifs", name))
 	switch {
 	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED):
-		return fmt.Errorf("%s: the daemon of this mount has died: 'umount -l %s' clears it", dir, dir)
+		return fmt.Errorf("%s: %w: 'tuttifs umount %s' clears it", dir, errDaemonDead, dir)
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
 		return fmt.Errorf("%s is not a tuttifs mount: %w", dir, err)
 	case err != nil:

@@ -43,6 +43,9 @@ func (o *traceOptions) run(ctx context.Context, e *env, _ []string) error {
 	if o.output == "-" {
 		return generateTrace(ctx, e.stdout, o.requests, o.seed)
 	}
+	if err := checkOutput(o.output); err != nil {
+		return err
+	}
 	var b bytes.Buffer
 	if err := generateTrace(ctx, &b, o.requests, o.seed); err != nil {
 		return err

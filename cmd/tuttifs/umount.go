@@ -31,7 +31,8 @@ func newUmount() *command {
 		long: `
 Unmounts DIR and returns when the daemon has written a clean label and released the drives, so that
 the volume can be checked or mounted again at once. Plain umount(8) works too; it does not wait for
-the daemon. When the mount is busy, its users are named.`,
+the daemon. When the mount is busy, its users are named. A mount whose daemon has died is unmounted as
+well, which succeeds and is said; the next mount replays the journal.`,
 		example: `tuttifs umount /mnt/kv`,
 		run:     o.run,
 	}
@@ -45,10 +46,10 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 	if !ok {
 		return fmt.Errorf("%s is not a tuttifs mount", args[0])
 	}
-	pid, volume := -1, mountedVolume{}
-	if !o.lazy {
+	pid, volume, dead := -1, mountedVolume{}, false
+	if !o.lazy { // a daemon that is stuck would never say anything
 		volume = readMountedVolume(entry.dir)
-		pid = openDaemon(entry.dir)
+		pid, dead = openDaemon(entry.dir)
 		defer unix.Close(pid)
 	}
 	flags := unix.UMOUNT_NOFOLLOW
@@ -60,6 +61,10 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 		return busyError(entry.dir)
 	case err != nil:
 		return fmt.Errorf("unmounting %s: %w", entry.dir, err)
+	}
+	if dead {
+		e.warnf("%s is unmounted; its daemon had died. Nothing that was committed is lost: the next mount of %s replays the "+
+			"journal, and 'tuttifs fsck -n' checks it", entry.dir, entry.source)
 	}
 	if pid < 0 {
 		return nil
@@ -100,17 +105,17 @@ func (v *mountedVolume) checkClean() error {
 		"committed is lost: the next mount replays the journal, and 'tuttifs fsck -n %s' checks it", path)
 }
 
-// openDaemon returns a pidfd of the daemon behind a mount, -1 if it is dead.
-func openDaemon(dir string) int {
+// openDaemon returns a pidfd of the daemon behind a mount, -1 if there is none to wait for.
+func openDaemon(dir string) (pidfd int, dead bool) {
 	var v daemon.VersionDocument
 	if err := readStatus(dir, "version", &v); err != nil || v.PID <= 0 {
-		return -1
+		return -1, errors.Is(err, errDaemonDead)
 	}
 	fd, err := unix.PidfdOpen(v.PID, 0)
 	if err != nil {
-		return -1
+		return -1, errors.Is(err, unix.ESRCH)
 	}
-	return fd
+	return fd, false
 }
 
 func waitDaemon(ctx context.Context, pidfd int) error {

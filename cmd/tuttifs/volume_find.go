@@ -68,21 +68,33 @@ func (s *mountSettings) searchMembers(specs []string) (found []string) {
 	return found
 }
 
-// findVolume looks at the labels of all block devices and of the files in the search directories.
+// findVolume looks at the labels of all block devices and of the files in the search directories. If it is none of
+// these, it may be mounted already, and its drives may lie anywhere.
 func (s *mountSettings) findVolume(name string) ([]string, error) {
 	search := s.search
 	if len(search) == 0 {
 		search = []string{searchDir}
 	}
+	is := func(label, uuid string) bool { return label == name || strings.EqualFold(uuid, name) }
 	var found []string
-	volumes := map[[16]byte]bool{}
+	volumes := map[string]bool{}
 	for _, path := range append(blockDevices(), filesIn(search)...) {
 		label, err := readLabel(path)
-		if err != nil || label.Name != name && !strings.EqualFold(extentmap.FormatUUID(label.Volume), name) {
-			continue // not ours, not readable, or not the one
+		if err != nil {
+			continue // not ours, or not readable
 		}
-		found = append(found, path)
-		volumes[label.Volume] = true
+		if uuid := extentmap.FormatUUID(label.Volume); is(label.Name, uuid) {
+			found = append(found, path)
+			volumes[uuid] = true
+		}
+	}
+	if len(found) == 0 {
+		for _, m := range liveMounts() {
+			if is(m.volume.Label, m.volume.UUID) && !volumes[m.volume.UUID] { // readers may have mounted it twice
+				found = append(found, m.drives()...)
+				volumes[m.volume.UUID] = true
+			}
+		}
 	}
 	switch {
 	case len(found) == 0:
