@@ -124,6 +124,13 @@ func (o *benchRingsOptions) run(ctx context.Context, e *env) error {
 	if o.threads < 0 || o.threads > 256 {
 		return usagef("--threads is %d, want 1 to 256", o.threads)
 	}
+	if o.dir != "" { // its files' part comes last
+		if st, err := os.Stat(o.dir); err != nil {
+			return err
+		} else if !st.IsDir() {
+			return usagef("--dir %s is not a directory", o.dir)
+		}
+	}
 	o.plan()
 	if o.profile != "" {
 		return o.benchModel(ctx, e)

@@ -299,6 +299,9 @@ func TestMkfsWarns(t *testing.T) {
 		t.Skipf("no file of 8 TiB here: %s", r.stderr)
 	}
 	require.Contains(t, r.stderr, "storing fails when that is full")
+	r = execAs(t, "tuttifs", "mkfs", "-n", "-f", filepath.Join(dir, "d1"))
+	require.Zero(t, r.code, r.stderr)
+	require.Contains(t, r.stderr, "storing fails when that is full", "a file that is there is as sparse")
 }
 
 func TestMkfsRefusesWhatIsKnown(t *testing.T) {
@@ -465,9 +468,14 @@ func TestKilledDaemon(t *testing.T) {
 	waitGone(t, pid)
 
 	// The dead mount says what it is and what to do, from every command.
-	refused(t, 32, "'tuttifs umount "+dir+"' clears it", "mount", paths[0], dir)
-	refused(t, 1, "'tuttifs umount "+dir+"' clears it", "info", dir)
-	refused(t, 1, "'tuttifs umount "+dir+"' clears it", "status", dir)
+	clears := "'tuttifs umount " + dir + "' clears it"
+	refused(t, 32, clears, "mount", paths[0], dir)
+	refused(t, 8, clears, "scrub", dir)
+	for _, words := range []string{"info DIR", "status DIR", "ls DIR", "ls DIR p", "prefixes DIR p", "evict DIR p --all",
+		"drive list DIR", "drive add DIR " + paths[0]} {
+		refused(t, 1, clears, strings.Fields(strings.ReplaceAll(words, "DIR", dir))...)
+	}
+	refused(t, 1, "unmount it if it is still there", "replay", trace, dir)
 	r := execAs(t, "tuttifs", "umount", dir)
 	require.Zero(t, r.code, r.stderr)
 	require.Contains(t, r.stderr, dir+" is unmounted; its daemon had died")

@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/hex"
 	"errors"
-	"fmt"
 	"math"
 
 	"github.com/spf13/pflag"
@@ -87,7 +86,7 @@ func (o *evictOptions) run(ctx context.Context, e *env, args []string) error {
 	}
 	n, err := o.evict(ctx, args[0], args[1], flag, keys)
 	if err != nil {
-		return err
+		return explainDead(args[0], err)
 	}
 	if o.json {
 		return printJSON(e.stdout, struct {
@@ -112,7 +111,7 @@ func (o *evictOptions) evict(ctx context.Context, mount, pool string, flag uint1
 		return 0, usagef("%q is not a pool's name", pool)
 	}
 	if err := c.PoolInfo(&info, ioctl.PoolByName); errors.Is(err, ioctl.ENOENT) {
-		return 0, fmt.Errorf("%s has no pool %q: 'tuttifs ls %s' lists them", mount, pool, mount)
+		return 0, noPool(mount, pool)
 	} else if err != nil {
 		return 0, err
 	}

@@ -8,6 +8,7 @@ import (
 	"os"
 	"strings"
 
+	"golang.org/x/sys/unix"
 	"golang.org/x/term"
 
 	"tuttifs/drive"
@@ -169,6 +170,9 @@ func (o *fsckOptions) run(ctx context.Context, e *env, args []string) (err error
 		r.findings, r.pass = nil, 0
 	}
 	tell.finish()
+	if errors.Is(err, unix.ENOSPC) {
+		err = fmt.Errorf("%w: the filesystem that the drive file lies on is full: make room there", err)
+	}
 	return r.finish(err)
 }
 

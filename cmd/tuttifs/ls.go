@@ -113,9 +113,9 @@ func (o *lsOptions) files(ctx context.Context, e *env, mount, pool string) error
 		err = nil
 	}
 	if errors.Is(err, fs.ErrNotExist) {
-		return fmt.Errorf("%s has no pool %q: 'tuttifs ls %s' lists them", mount, pool, mount)
+		return noPool(mount, pool)
 	}
-	return errors.Join(err, out.Flush())
+	return errors.Join(explainDead(mount, err), out.Flush())
 }
 
 // walkPage is the number of directory entries read at a time.

@@ -142,7 +142,7 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 	return nil
 }
 
-// warn tells what --size did not do: files that exist keep their size, and files that are made hold no space.
+// warn tells what --size did not do: files that exist keep their size, and sparse ones hold no space.
 func (o *mkfsOptions) warn(e *env, drives []drive.Drive, made []string) {
 	isMade := func(d drive.Drive) bool { return slices.Contains(made, d.Name()) }
 	want := int64(o.size) &^ (drive.UnitBytes - 1)
@@ -158,26 +158,26 @@ func (o *mkfsOptions) warn(e *env, drives []drive.Drive, made []string) {
 				bytes, than, d.LBABytes(), now)
 		}
 	}
-	for _, s := range sparseSpace(drives, isMade) {
+	for _, s := range sparseSpace(drives) {
 		if s.promised > s.free {
-			e.warnf("the files made beside %s are sparse, of %s together, and only %s are free there: storing fails when "+
-				"that is full", s.beside, humanBytes(s.promised), humanBytes(s.free))
+			e.warnf("%s, with the others beside it, is sparse and may grow by %s, and only %s are free there: storing fails "+
+				"when that is full", s.beside, humanBytes(s.promised), humanBytes(s.free))
 		}
 	}
 }
 
-// fileSpace is what drive files on one filesystem may grow to, and what is free there.
+// fileSpace is what drive files on one filesystem may yet grow by, and what is free there.
 type fileSpace struct {
 	device         uint64
 	beside         string
 	promised, free uint64
 }
 
-func sparseSpace(drives []drive.Drive, isMade func(drive.Drive) bool) (list []fileSpace) {
+func sparseSpace(drives []drive.Drive) (list []fileSpace) {
 	for _, d := range drives {
 		var st unix.Stat_t
 		var fs unix.Statfs_t
-		if !isMade(d) || unix.Fstat(d.Fd(), &st) != nil || unix.Fstatfs(d.Fd(), &fs) != nil {
+		if d.Kind() != drive.File || unix.Fstat(d.Fd(), &st) != nil || unix.Fstatfs(d.Fd(), &fs) != nil {
 			continue
 		}
 		i := slices.IndexFunc(list, func(s fileSpace) bool { return s.device == st.Dev })
@@ -185,7 +185,7 @@ func sparseSpace(drives []drive.Drive, isMade func(drive.Drive) bool) (list []fi
 			i = len(list)
 			list = append(list, fileSpace{device: st.Dev, beside: d.Name(), free: fs.Bavail * uint64(fs.Bsize)})
 		}
-		list[i].promised += uint64(d.Size())
+		list[i].promised += uint64(max(d.Size()-st.Blocks*512, 0)) // stat(2) counts blocks of 512 bytes, whatever there are
 	}
 	return list
 }
@@ -211,7 +211,7 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 			continue
 		case missing:
 			if err := drive.Create(path, int64(o.size)&^(drive.UnitBytes-1)); err != nil {
-				return drives, made, fmt.Errorf("making %s: %w", path, err)
+				return drives, made, err
 			}
 			made = append(made, path)
 		}

@@ -13,8 +13,6 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
-
-	"tuttifs/daemon"
 )
 
 type prefixesOptions struct {
@@ -59,13 +57,10 @@ func (o *prefixesOptions) run(ctx context.Context, e *env, args []string) error 
 		err = o.tips(ctx, e, root)
 	}
 	if !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	if err := readStatus(args[0], "version", &daemon.VersionDocument{}); err != nil {
-		return err
+		return explainDead(args[0], err)
 	}
 	if _, poolErr := os.Stat(root); poolErr != nil {
-		return fmt.Errorf("%s has no pool %q: 'tuttifs ls %s' lists them", args[0], args[1], args[0])
+		return noPool(args[0], args[1])
 	}
 	return fmt.Errorf("pool %s has no block %s", args[1], args[2])
 }

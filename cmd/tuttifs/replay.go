@@ -180,7 +180,7 @@ func (o *replayOptions) run(ctx context.Context, e *env, args []string) (err err
 		target, err = openMountTarget(o)
 	}
 	if err != nil {
-		return err
+		return explainReplay(o.mount, err)
 	}
 	r := &replay{target: target, speed: o.speed}
 	bar := newProgress(e, "replay", uint64(len(requests)))

@@ -111,7 +111,8 @@ func explainReplay(dir string, err error) error {
 	switch {
 	case errors.Is(err, engine.ErrGone) || errors.Is(err, unix.ENOTCONN):
 		first, _, _ := strings.Cut(err.Error(), "\n")
-		return fmt.Errorf("%s; the daemon of %s was stopped or has died: mount the volume again", first, dir)
+		return fmt.Errorf("%s; the daemon of %s was stopped or has died: unmount it if it is still "+
+			"there, and mount the volume again", first, dir)
 	case errors.Is(err, nvme.CapacityExceeded):
 		return fmt.Errorf("%w; the filesystem that a drive file lies on is full: make room there", err)
 	}
