@@ -403,6 +403,8 @@ func TestWholeWay(t *testing.T) {
 	}
 	refused(t, 32, at, "mount", "whole", dir)
 	refused(t, 8, "mounted on "+dir, "fsck", "whole")
+	refused(t, 1, paths[2]+" is drive 2 of the volume that is mounted on "+dir, "drive", "add", dir, paths[2])
+	refused(t, 2, "name one mount point, or drives", "info", dir, paths[0])
 	tuttifs(t, "fsck", "-n", "LABEL=whole")
 
 	// Everything survives a remount through the names of mount(8).

@@ -131,6 +131,7 @@ func TestUsageErrors(t *testing.T) {
 		{"tuttifs replay x /m --layers -1", 2, "layers is -1, want 1 to"},
 		{"tuttifs replay x /m --head-dim 4611686018427387904", 2, "head dimension is 4611686018427387904, want 1 to"},
 		{"tuttifs replay x /m --ranks 3", 2, "8 KV heads cannot be divided among 3 ranks"},
+		{"tuttifs replay x /m --model deepseek-v3 --kv-heads 4", 2, "it has no --kv-heads"},
 		{"tuttifs replay x /m --model gpt", 2, `unknown model "gpt": one of`},
 		{"tuttifs replay x /m --host-buffer nan", 2, "not a size"},
 		{"tuttifs replay x --metadata-only --admission most", 2, `"most"`},

@@ -177,6 +177,9 @@ func (o *driveOptions) change(ctx context.Context, e *env, mount string, r *daem
 		if err := refuseMounted(r.Path); err != nil {
 			return err
 		}
+		if err := refuseMember(r.Path); err != nil {
+			return err
+		}
 	}
 	if r.Verb != "add" {
 		warnEvicted(e, mount, r.Index)
@@ -192,6 +195,21 @@ func (o *driveOptions) change(ctx context.Context, e *env, mount string, r *daem
 		return printJSON(e.stdout, driveResult{outputVersion, reply.Index})
 	}
 	e.printf(done, reply.Index)
+	return nil
+}
+
+// refuseMember reports a drive that a mounted volume has in use. One that it has lost may come back.
+func refuseMember(path string) error {
+	m, ok := mountOfDrive(path, false)
+	var doc daemon.DrivesDocument
+	if !ok || readStatus(m.dir, "drives", &doc) != nil {
+		return nil
+	}
+	for _, d := range doc.Drives {
+		if d.State == "online" && sameFile(d.Name, path) {
+			return fmt.Errorf("%s is drive %d of the volume that is mounted on %v", path, d.Index, m)
+		}
+	}
 	return nil
 }
 

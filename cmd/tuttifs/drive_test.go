@@ -27,7 +27,7 @@ func TestDrives(t *testing.T) {
 	require.NoError(t, drive.Create(more, 64<<20))
 	refused(t, 1, "no drive 9", "drive", "forget", dir, "9")
 	refused(t, 2, "number", "drive", "forget", dir, "x")
-	refused(t, 1, "in use", "drive", "add", dir, paths[1])
+	refused(t, 1, "d1 is drive 1 of the volume that is mounted on "+dir, "drive", "add", dir, paths[1])
 	require.Equal(t, "drive 3 added\n", tuttifs(t, "drive", "add", dir, more))
 	list := driveList(t, dir)
 	require.Len(t, list, 4)

@@ -72,6 +72,8 @@ func (o *infoOptions) run(_ context.Context, e *env, args []string) error {
 	switch {
 	case len(args) == 0:
 		return usagef("name a mount point or drives")
+	case len(args) > 1 && slices.ContainsFunc(args, isMount):
+		return usagef("name one mount point, or drives: not both, and not two")
 	case o.endurance.Known() && !o.wear:
 		return usagef("--endurance is for --wear")
 	}

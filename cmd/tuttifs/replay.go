@@ -261,6 +261,10 @@ func (o *replayOptions) kv() (stripe.KV, error) {
 			*f.to = *f.flag
 		}
 	}
+	if kv.LatentRow != 0 && (g.KVHeads != 0 || g.HeadDim != 0 || g.DTypeBytes != 0) {
+		return kv, usagef("%s keeps latents of %d bytes a token: it has no --kv-heads, --head-dim or --dtype-bytes", o.model,
+			kv.LatentRow)
+	}
 	kv.Split = g.Split
 	err := kv.Validate()
 	if err == nil {
