@@ -13,6 +13,7 @@ import (
 
 	"github.com/spf13/pflag"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/nvme/emu"
 )
@@ -235,6 +236,16 @@ func TestExitCodes(t *testing.T) {
 		require.Equal(t, c.mount, mountExits.code(c.err), "%v", c.err)
 		require.Equal(t, c.fsck, fsckExits.code(c.err), "%v", c.err)
 	}
+}
+
+// What the machine refuses says what to do.
+func TestMountErrorsAdvise(t *testing.T) {
+	for errno, says := range map[unix.Errno]string{unix.EROFS: "mount with -o ro", unix.ENOSPC: "make room there"} {
+		err := explain(fmt.Errorf("drive d0: %w", errno))
+		require.ErrorIs(t, err, errno)
+		require.ErrorContains(t, err, says)
+	}
+	require.Equal(t, "x", explain(errors.New("x")).Error())
 }
 
 func TestPanicsBecomeMessages(t *testing.T) {

@@ -180,6 +180,8 @@ func explain(err error) error {
 	switch {
 	case errors.Is(err, os.ErrPermission) && os.Geteuid() != 0:
 		return fmt.Errorf("%w (mounting needs root)", err)
+	case errors.Is(err, unix.EROFS):
+		return fmt.Errorf("%w: the drive cannot be written; mount with -o ro", err)
 	case errors.Is(err, unix.ENOSPC):
 		return fmt.Errorf("%w: the filesystem that the drive file lies on is full; make room there, or mount with -o ro",
 			err)

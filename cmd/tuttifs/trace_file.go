@@ -100,7 +100,10 @@ func readTrace(r io.Reader, name string, limit int) ([]traceRequest, error) {
 			return out, nil
 		}
 	}
-	if err := s.Err(); err != nil {
+	switch err := s.Err(); {
+	case errors.Is(err, bufio.ErrTooLong):
+		return nil, fmt.Errorf("%s:%d: a line of more than %s", name, n+1, humanBytes(traceLineMax))
+	case err != nil:
 		return nil, fmt.Errorf("%s:%d: %w", name, n+1, err)
 	}
 	if len(out) == 0 {

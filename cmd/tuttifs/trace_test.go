@@ -47,7 +47,7 @@ func TestReadTraceNamesTheLine(t *testing.T) {
 		good + "\n" + good + "{": "x.jsonl:4: ",
 		good + early:             "x.jsonl:2: timestamp is before",
 		good + "[" + good:        "x.jsonl:2: ",
-		good + strings.Repeat("x", traceLineMax+1): "x.jsonl:2: ",
+		good + strings.Repeat("x", traceLineMax+1): "x.jsonl:2: a line of more than 8.0 MiB",
 	} {
 		_, err := readTrace(strings.NewReader(text), "x.jsonl", 0)
 		require.ErrorContains(t, err, says)

@@ -59,6 +59,10 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 	switch err := unix.Unmount(entry.dir, flags); {
 	case errors.Is(err, unix.EBUSY):
 		return busyError(entry.dir)
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("unmounting %s: %w (it needs root)", entry.dir, err)
+	case errors.Is(err, unix.EINVAL):
+		return fmt.Errorf("%s is not mounted any more: somebody else was faster", entry.dir)
 	case err != nil:
 		return fmt.Errorf("unmounting %s: %w", entry.dir, err)
 	}
