@@ -136,18 +136,12 @@ class Request:
         pinned = time.perf_counter()
         self.layers = kv.pool.retrieve(self.leases, kv.memory, kv.model.places[:self.cached])
         self.host = {"pin": 1e3 * (pinned - begin), "trailers": 1e3 * (time.perf_counter() - pinned)}
-        # As an engine's scheduler does, beside its worker: space may have to be freed first, which takes milliseconds.
-        self.reserving = concurrent.futures.Future()
-        threading.Thread(target=self.reserve).start()
 
     def reserve(self):
         begin = time.perf_counter()
-        try:
-            slots = self.kv.pool.reserve(self.kv.keys[:self.cached] + self.keys, self.cached, self.number)
-            self.host["reserve"] = 1e3 * (time.perf_counter() - begin)
-            self.reserving.set_result(slots)
-        except BaseException as e:
-            self.reserving.set_exception(e)
+        slots = self.kv.pool.reserve(self.kv.keys[:self.cached] + self.keys, self.cached, self.number)
+        self.host["reserve"] = 1e3 * (time.perf_counter() - begin)
+        return slots
 
     def issue(self, last):
         while len(self.transfers) <= min(last, self.kv.model.layers - 1):
@@ -155,13 +149,15 @@ class Request:
 
     def begin_piece(self, begin, tokens):
         """The pass that computes tokens at positions from begin on."""
+        first = not self.transfers
+        if first:
+            self.issue(0)  # before anything else: what is not on its way is waited for
+            self.reserving = self.kv.beside.submit(self.reserve)
         if self.way.scheduler:
             self.kv.session.prefill(tokens, begin, self.kv.model.layers)
         self.piece = slice(begin // self.kv.model.block, (begin + tokens) // self.kv.model.block)
-        if self.transfers:
+        if not first:
             self.open_piece()
-        else:
-            self.issue(0)
 
     def open_piece(self):
         new = slice(self.piece.start - self.cached, self.piece.stop - self.cached)
@@ -248,9 +244,17 @@ class KV(Store):
         super().__init__(a, subject.model, volume.mount, polling=way.polling, **session_options(a, way))
         self.subject, self.volume = subject, volume
         self.requests, self.salt = 1, os.urandom(16)  # no other session has the same keys
+        # An engine's scheduler works beside its worker: space may have to be freed for a reservation, which takes
+        # milliseconds.
+        self.beside = concurrent.futures.ThreadPoolExecutor(1)
+        self.beside.submit(int).result()  # its thread is there
         # Another session may have stored the prompt.
         if self.pool.peek(self.keys[:blocks]) != blocks:
             self.put(blocks)
+
+    def close(self):
+        self.beside.shutdown()
+        super().close()
 
     def next_request(self):
         self.requests += 1
