@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"strings"
 
 	"github.com/spf13/pflag"
@@ -228,6 +229,9 @@ func parseAndRun(ctx context.Context, e *env, c *command, args []string) (err er
 	}
 	if name := emptyFlag(c.flags); name != "" {
 		return usagef("--%s is empty: give it a value, or leave it out", name)
+	}
+	if slices.Contains(c.flags.Args(), "") { // it would be the label of volumes without one, and the current directory
+		return usagef("an argument is empty")
 	}
 	if c.synopsis == flagsOnly && c.flags.NArg() > 0 {
 		return usagef("unexpected argument %q", c.flags.Arg(0))

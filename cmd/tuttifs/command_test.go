@@ -93,6 +93,9 @@ func TestUsageErrors(t *testing.T) {
 		{"tuttifs mount /no/such/drive /no/such/dir", 32, "/no/such/dir"},
 		{"tuttifs mount /no/such/drive /", 32, "/no/such/drive"},
 		{"tuttifs mount /x / --metrics here", 1, "write HOST:PORT"},
+		{"tuttifs mount /x / --metrics 127.0.0.1:99999", 1, "invalid port; write HOST:PORT"},
+		{"tuttifs mount UUID= /", 1, "UUID= names no volume"},
+		{"tuttifs fsck LABEL=", 16, "LABEL= names no volume"},
 		{"tuttifs mount nosuchvolume /", 32, "their directory with -o search=DIR"},
 		{"tuttifs bench --help", 0, ""},
 		{"tuttifs mount none /", 1, "none needs -o volume="},
@@ -197,6 +200,18 @@ func TestValuesOfFlags(t *testing.T) {
 	require.Contains(t, stderr, "--requests 99999999999999999999: the number is too large")
 	_, _, stderr = runInProcess(t, "tuttifs", "trace", "-o", "")
 	require.Contains(t, stderr, "--output is empty: give it a value, or leave it out")
+}
+
+// An empty word, as of a variable that is not set, is not the label of volumes without one, nor a place.
+func TestEmptyArguments(t *testing.T) {
+	for _, mk := range commands {
+		c := mk()
+		argv := slices.Concat([]string{"tuttifs"}, strings.Fields(c.name), []string{"", "/", ""})
+		code, stdout, stderr := runInProcess(t, argv...)
+		require.Equal(t, c.exits.usage, code, c.name)
+		require.Empty(t, stdout, c.name)
+		require.Contains(t, stderr, "an argument is empty", c.name)
+	}
 }
 
 // A word where none belongs, such as a part of a bench without its --only, runs nothing.

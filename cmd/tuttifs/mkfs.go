@@ -160,8 +160,8 @@ func (o *mkfsOptions) warn(e *env, drives []drive.Drive, made []string) {
 	}
 	for _, s := range sparseSpace(drives) {
 		if s.promised > s.free {
-			e.warnf("%s, with the others beside it, is sparse and may grow by %s, and only %s are free there: storing fails "+
-				"when that is full", s.beside, humanBytes(s.promised), humanBytes(s.free))
+			e.warnf("drive files are sparse: those on the filesystem of %s may grow by %s, and only %s are free there: storing "+
+				"fails when that is full", s.beside, humanBytes(s.promised), humanBytes(s.free))
 		}
 	}
 }

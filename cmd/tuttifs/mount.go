@@ -87,8 +87,8 @@ func (o *mountOptions) run(ctx context.Context, e *env, args []string) error {
 	if err := s.parse(o.options, o.sloppy); err != nil {
 		return err
 	}
-	if _, _, err := net.SplitHostPort(o.metrics); o.metrics != "" && err != nil {
-		return usagef("--metrics %s: %v; write HOST:PORT", o.metrics, err)
+	if err := checkMetrics(ctx, o.metrics); err != nil {
+		return err
 	}
 	specs, dir := args[:len(args)-1], args[len(args)-1]
 	if err := daemon.CheckMountPoint(dir); err != nil {
@@ -138,6 +138,21 @@ func (o *mountOptions) run(ctx context.Context, e *env, args []string) error {
 		return o.serve(ctx, e, *do)
 	}
 	return detach(ctx, e)
+}
+
+// checkMetrics judges the address of --metrics, "" for none, but for whether it can be had.
+func checkMetrics(ctx context.Context, address string) error {
+	if address == "" {
+		return nil
+	}
+	_, port, err := net.SplitHostPort(address)
+	if err == nil {
+		_, err = net.DefaultResolver.LookupPort(ctx, "tcp", port)
+	}
+	if err != nil {
+		return usagef("--metrics %s: %v; write HOST:PORT", address, err)
+	}
+	return nil
 }
 
 // serve runs the daemon in this process, on this terminal.

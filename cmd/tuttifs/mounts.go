@@ -78,14 +78,14 @@ func (m liveMount) String() string {
 	return fmt.Sprintf("%s (pid %d)", m.dir, v.PID)
 }
 
-// drives are the names of the volume's drives, those that are away not among them.
+// drives are the names of the volume's drives, lost ones not among them.
 func (m liveMount) drives() (names []string) {
 	var doc daemon.DrivesDocument
 	if readStatus(m.dir, "drives", &doc) != nil {
 		return nil // unmounted meanwhile
 	}
 	for _, d := range doc.Drives {
-		if d.Name != "" {
+		if d.State != "lost" {
 			names = append(names, d.Name)
 		}
 	}

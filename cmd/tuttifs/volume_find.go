@@ -25,7 +25,9 @@ func (s *mountSettings) resolve(specs []string) ([]string, error) {
 			return nil, usagef("none needs -o volume=LABEL or -o volume=UUID")
 		case specs[0] == "none":
 			return s.findVolume(s.volume)
-		case ok && (kind == "UUID" || kind == "LABEL") && value != "":
+		case ok && (kind == "UUID" || kind == "LABEL") && value == "":
+			return nil, usagef("%s names no volume", specs[0])
+		case ok && (kind == "UUID" || kind == "LABEL"):
 			return s.findVolume(value)
 		}
 	}
