@@ -8,7 +8,6 @@ import (
 	"os"
 	"strings"
 
-	"golang.org/x/sys/unix"
 	"golang.org/x/term"
 
 	"tuttifs/drive"
@@ -170,10 +169,7 @@ func (o *fsckOptions) run(ctx context.Context, e *env, args []string) (err error
 		r.findings, r.pass = nil, 0
 	}
 	tell.finish()
-	if errors.Is(err, unix.ENOSPC) {
-		err = fmt.Errorf("%w: the filesystem that the drive file lies on is full: make room there", err)
-	}
-	return r.finish(err)
+	return r.finish(explainFull(err))
 }
 
 // inUseError says where the volume is mounted, if it is.

@@ -127,7 +127,7 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 	case errors.Is(err, extentmap.ErrInvalid) && !errors.As(err, &ofDrive): // a flag that no drives could do justice to
 		return usagef("%s", strings.TrimPrefix(err.Error(), extentmap.ErrInvalid.Error()+": "))
 	case err != nil:
-		return err
+		return explainFull(err)
 	}
 	if !o.quiet {
 		o.warn(e, drives, made)

@@ -198,8 +198,15 @@ func explain(err error) error {
 	case errors.Is(err, unix.EROFS):
 		return fmt.Errorf("%w: the drive cannot be written; mount with -o ro", err)
 	case errors.Is(err, unix.ENOSPC):
-		return fmt.Errorf("%w: the filesystem that the drive file lies on is full; make room there, or mount with -o ro",
-			err)
+		return fmt.Errorf("%w, or mount with -o ro", explainFull(err))
+	}
+	return err
+}
+
+// explainFull adds what to do when a drive file cannot grow.
+func explainFull(err error) error {
+	if errors.Is(err, unix.ENOSPC) {
+		return fmt.Errorf("%w: the filesystem that the drive file lies on is full; make room there", err)
 	}
 	return err
 }

@@ -42,25 +42,40 @@ func unescape(s string) string {
 	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
 }
 
-// findMount returns the newest mount of our type on dir.
+// findMount returns the newest mount of our type on dir. It touches the mount itself only if that is a symbolic link's
+// target, because a daemon that is stuck would never answer.
 func findMount(dir string) (mountEntry, bool) {
 	abs, err := filepath.Abs(dir)
 	if err != nil {
 		return mountEntry{}, false
 	}
-	if real, err := filepath.EvalSymlinks(abs); err == nil {
-		abs = real
-	}
 	mounts, err := readMounts()
 	if err != nil {
 		return mountEntry{}, false
 	}
-	for i := len(mounts) - 1; i >= 0; i-- {
-		if mounts[i].dir == abs && mounts[i].kind == fsType {
-			return mounts[i], true
+	on := func(dir string) (mountEntry, bool) {
+		for _, m := range slices.Backward(mounts) {
+			if m.dir == dir && m.kind == fsType {
+				return m, true
+			}
 		}
+		return mountEntry{}, false
 	}
-	return mountEntry{}, false
+	if m, ok := on(abs); ok {
+		return m, true
+	}
+	parent, err := filepath.EvalSymlinks(filepath.Dir(abs))
+	if err != nil {
+		return mountEntry{}, false
+	}
+	abs = filepath.Join(parent, filepath.Base(abs))
+	if m, ok := on(abs); ok {
+		return m, true
+	}
+	if abs, err = filepath.EvalSymlinks(abs); err != nil {
+		return mountEntry{}, false
+	}
+	return on(abs)
 }
 
 // liveMount is a mount that answers.
