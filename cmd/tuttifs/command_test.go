@@ -361,6 +361,7 @@ func TestOutputThatCannotBeWritten(t *testing.T) {
 		t.Skip("no /dev/full: ", err)
 	}
 	defer full.Close()
+	t.Setenv("XDG_CACHE_HOME", t.TempDir()) // where profile model keeps its table
 	path := filepath.Join(t.TempDir(), "drive")
 	require.NoError(t, os.WriteFile(path, nil, 0o600))
 	require.NoError(t, os.Truncate(path, 512<<20))
