@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/exec"
 	"runtime"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -85,6 +86,11 @@ func TestGPUBesideOthers(t *testing.T) {
 		churn(t, w, 64<<20)
 		s := w.subject(testSeed(t), polling)
 		s.Only = crowded
+		if polling {
+			// A kernel that polls for writes which are held back keeps whoever frees memory in its context waiting,
+			// and that keeps whoever launches: no read begins before the writes have ended.
+			s.Only = slices.DeleteFunc(slices.Clone(crowded), func(name string) bool { return name == "HeldWrites" })
+		}
 		giotest.Run(t, s)
 	})
 }
