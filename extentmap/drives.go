@@ -134,7 +134,7 @@ func (v *Volume) AddDrive(d drive.Drive, o AddOptions) (index uint16, err error)
 	if !o.Force {
 		what, err := FindSignature(d)
 		if err != nil {
-			return 0, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive", Cause: err}
+			return 0, &DriveError{Err: ErrIO, Name: d.Name(), Index: -1, Advice: "cannot read the drive", Cause: err}
 		}
 		if what != "" {
 			return 0, &DriveError{Err: ErrSignature, Name: d.Name(), Index: -1,
@@ -157,7 +157,7 @@ func (v *Volume) AddDrive(d drive.Drive, o AddOptions) (index uint16, err error)
 		return 0, err
 	}
 	if err := clearDrive(d, &l.Region); err != nil {
-		return 0, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: int(l.Index), UUID: l.Drive,
+		return 0, &DriveError{Err: ErrIO, Name: d.Name(), Index: int(l.Index), UUID: l.Drive,
 			Advice: "cannot format", Cause: err}
 	}
 	m := newMember(v, d, l)
@@ -202,7 +202,7 @@ func (v *Volume) admit(m *member) error {
 		v.common = before
 		v.labelMu.Unlock()
 		_ = wipeLabels(m.dev) // it may have written a part
-		return &DriveError{Err: ErrInvalid, Name: m.name(), Index: int(m.index), UUID: m.uuid,
+		return &DriveError{Err: ErrIO, Name: m.name(), Index: int(m.index), UUID: m.uuid,
 			Advice: "cannot write its label", Cause: err}
 	}
 	v.mu.Lock()

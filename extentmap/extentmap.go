@@ -41,7 +41,9 @@ var (
 	ErrMissing = errors.New("extentmap: a member drive is missing")
 	ErrForeign = errors.New("extentmap: not a drive of this volume")
 	// ErrOpen: the drive's file cannot be opened, whatever is on it.
-	ErrOpen      = errors.New("extentmap: cannot open a drive")
+	ErrOpen = errors.New("extentmap: cannot open a drive")
+	// ErrIO: the drive is open, and cannot be read or written.
+	ErrIO        = errors.New("extentmap: cannot read or write a drive")
 	ErrDuplicate = errors.New("extentmap: two copies of one drive")
 	ErrStale     = errors.New("extentmap: drive is older than the volume")
 	// ErrDiverged: the drives went on apart from each other; one part must be forgotten.

@@ -72,7 +72,7 @@ func Plan(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 		for _, d := range drives {
 			what, err := FindSignature(d)
 			if err != nil {
-				return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Advice: "cannot read the drive",
+				return nil, &DriveError{Err: ErrIO, Name: d.Name(), Index: -1, Advice: "cannot read the drive",
 					Cause: err}
 			}
 			if what != "" {
@@ -220,7 +220,7 @@ func Format(drives []drive.Drive, o FormatOptions) (*FormatPlan, error) {
 	}
 	for i, d := range drives {
 		if err := p.formatDrive(d, labels[i], o.Now()); err != nil {
-			return nil, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: i, UUID: labels[i].Drive,
+			return nil, &DriveError{Err: ErrIO, Name: d.Name(), Index: i, UUID: labels[i].Drive,
 				Advice: "cannot format", Cause: err}
 		}
 	}

@@ -216,7 +216,7 @@ func sameDrive(a, b drive.Drive) (bool, error) {
 			ids[i], err = idOf(&st, d.Name())
 		}
 		if err != nil {
-			return false, &DriveError{Err: ErrInvalid, Name: d.Name(), Index: -1, Cause: err}
+			return false, &DriveError{Err: ErrIO, Name: d.Name(), Index: -1, Cause: err}
 		}
 	}
 	return ids[0] == ids[1], nil

@@ -7,6 +7,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"tuttifs/drive"
 	"tuttifs/extentmap"
@@ -365,6 +366,24 @@ func TestFormatRefusals(t *testing.T) {
 			require.ErrorIs(t, err, c.err)
 		})
 	}
+}
+
+// A drive that fails is no fault of an argument.
+func TestFormatOfAFailingDrive(t *testing.T) {
+	set := maptest.NewSet(8*mib, 8*mib)
+	set.FailWith(func(op maptest.Op) error {
+		if op.Kind == maptest.Write && op.Drive == 1 {
+			return unix.ENOSPC
+		}
+		return nil
+	})
+	_, err := extentmap.Format(set.Drives(), extentmap.FormatOptions{})
+	var of *extentmap.DriveError
+	require.ErrorAs(t, err, &of)
+	require.Equal(t, 1, of.Index)
+	require.ErrorIs(t, err, extentmap.ErrIO)
+	require.NotErrorIs(t, err, extentmap.ErrInvalid)
+	require.ErrorIs(t, err, unix.ENOSPC)
 }
 
 func TestFormatKnowsSignatures(t *testing.T) {

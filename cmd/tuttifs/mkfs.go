@@ -122,9 +122,8 @@ func (o *mkfsOptions) run(_ context.Context, e *env, args []string) (err error) 
 		format = extentmap.Plan
 	}
 	plan, err := format(drives, fo)
-	var ofDrive *extentmap.DriveError
 	switch {
-	case errors.Is(err, extentmap.ErrInvalid) && !errors.As(err, &ofDrive): // a flag that no drives could do justice to
+	case errors.Is(err, extentmap.ErrInvalid): // a flag that no drives could do justice to
 		return usagef("%s", strings.TrimPrefix(err.Error(), extentmap.ErrInvalid.Error()+": "))
 	case err != nil:
 		return explainFull(err)
