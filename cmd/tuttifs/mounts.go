@@ -1,11 +1,12 @@
 package main
 
 import (
-	"bufio"
 	"fmt"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -23,27 +24,47 @@ type mountEntry struct{ source, dir, kind, options string }
 
 // readMounts lists the mounts of this process's namespace, the newest last.
 func readMounts() ([]mountEntry, error) {
-	f, err := os.Open("/proc/self/mounts")
+	b, err := os.ReadFile("/proc/self/mounts")
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close()
-	var out []mountEntry
-	for s := bufio.NewScanner(f); s.Scan(); {
-		if w := strings.Fields(s.Text()); len(w) >= 4 {
+	return parseMounts(string(b)), nil
+}
+
+// parseMounts reads lines of proc_pid_mounts(5), which may be of any length. Single spaces part the fields: they may be
+// empty, or have other white space in them.
+func parseMounts(text string) (out []mountEntry) {
+	for line := range strings.SplitSeq(text, "\n") {
+		if w := strings.Split(line, " "); len(w) >= 4 {
 			out = append(out, mountEntry{unescape(w[0]), unescape(w[1]), w[2], w[3]})
 		}
 	}
-	return out, nil
+	return out
 }
 
-// unescape undoes the kernel's octal escapes of space, tab, newline and backslash.
+// escape is how the kernel writes what would part fields or lines.
+var escape = regexp.MustCompile(`\\[0-3][0-7]{2}`)
+
 func unescape(s string) string {
-	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
+	return escape.ReplaceAllStringFunc(s, func(e string) string {
+		n, _ := strconv.ParseUint(e[1:], 8, 8) // it is such a number
+		return string([]byte{byte(n)})
+	})
 }
 
-// findMount returns the newest mount of our type on dir. It touches the mount itself only if that is a symbolic link's
-// target, because a daemon that is stuck would never answer.
+// byOthers says whether neither root nor this user made the mount: anybody may make one of our type, which may then say
+// anything, or nothing ever.
+func (m mountEntry) byOthers() bool {
+	for option := range strings.SplitSeq(m.options, ",") {
+		if id, ok := strings.CutPrefix(option, "user_id="); ok {
+			return id != "0" && id != strconv.Itoa(os.Geteuid())
+		}
+	}
+	return true
+}
+
+// findMount returns the mount on dir if it is of our type: one below another is out of reach. It touches the mount
+// itself only if that is a symbolic link's target, because a daemon that is stuck would never answer.
 func findMount(dir string) (mountEntry, bool) {
 	abs, err := filepath.Abs(dir)
 	if err != nil {
@@ -55,8 +76,8 @@ func findMount(dir string) (mountEntry, bool) {
 	}
 	on := func(dir string) (mountEntry, bool) {
 		for _, m := range slices.Backward(mounts) {
-			if m.dir == dir && m.kind == fsType {
-				return m, true
+			if m.dir == dir {
+				return m, m.kind == fsType
 			}
 		}
 		return mountEntry{}, false
@@ -107,15 +128,19 @@ func (m liveMount) drives() (names []string) {
 	return names
 }
 
-// liveMounts lists our mounts that answer: a dead one holds no drives, and one that may not be asked does not say.
-func liveMounts() (list []liveMount) {
+// liveMounts lists our mounts that answer, of those whose source, a label or a UUID, is of interest: others may be
+// stuck. A dead one holds no drives, and one that may not be asked does not say.
+func liveMounts(interest func(source string) bool) (list []liveMount) {
 	mounts, err := readMounts()
 	if err != nil {
 		return nil
 	}
 	for _, m := range mounts {
+		if m.kind != fsType || m.byOthers() || !interest(m.source) {
+			continue
+		}
 		live := liveMount{dir: m.dir}
-		if m.kind == fsType && readStatus(m.dir, "volume", &live.volume) == nil {
+		if readStatus(m.dir, "volume", &live.volume) == nil {
 			list = append(list, live)
 		}
 	}
@@ -125,15 +150,16 @@ func liveMounts() (list []liveMount) {
 // mountOfDrive finds the mount of the volume that a drive belongs to. Readers do not mind other readers. The label of a
 // controller's namespace is not read, because a controller is no two processes' at once: its mount names it.
 func mountOfDrive(path string, reader bool) (m liveMount, ok bool) {
-	uuid := ""
+	uuid, interest := "", func(string) bool { return true }
 	if !drive.IsAddress(path) {
 		label, err := readLabel(path)
 		if err != nil {
 			return m, false
 		}
 		uuid = extentmap.FormatUUID(label.Volume)
+		interest = func(source string) bool { return source == label.Name || source == uuid }
 	}
-	for _, m := range liveMounts() {
+	for _, m := range liveMounts(interest) {
 		ours := m.volume.UUID == uuid || uuid == "" && slices.Contains(m.drives(), path)
 		if ours && !(reader && m.volume.ReadOnly) {
 			return m, true

@@ -68,7 +68,7 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 	}
 	if dead {
 		e.warnf("%s is unmounted; its daemon had died. Nothing that was committed is lost: the next mount of %s replays the "+
-			"journal, and 'tuttifs fsck -n' checks it", entry.dir, entry.source)
+			"journal, and 'tuttifs fsck -n DRIVE' checks it", entry.dir, entry.source)
 	}
 	if pid < 0 {
 		return nil
@@ -82,22 +82,23 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 // mountedVolume is what a mount says about its volume before it is unmounted.
 type mountedVolume struct {
 	volume daemon.VolumeDocument
-	drives daemon.DrivesDocument
+	drives []string
 }
 
 func readMountedVolume(dir string) (v mountedVolume) {
-	if readStatus(dir, "volume", &v.volume) != nil || readStatus(dir, "drives", &v.drives) != nil {
-		return mountedVolume{} // its daemon is dead or dying: then nothing is expected of it
+	m := liveMount{dir: dir}
+	if readStatus(dir, "volume", &m.volume) != nil {
+		return v // its daemon is dead or dying: then nothing is expected of it
 	}
-	return v
+	return mountedVolume{m.volume, m.drives()}
 }
 
 // checkClean looks at a label that the daemon should have marked clean, unless somebody has mounted the volume again.
 func (v *mountedVolume) checkClean() error {
-	if v.volume.ReadOnly || len(v.drives.Drives) == 0 {
+	if v.volume.ReadOnly || len(v.drives) == 0 {
 		return nil
 	}
-	path := v.drives.Drives[0].Name
+	path := v.drives[0]
 	label, err := readLabel(path)
 	if err == nil && (label.Clean || label.Epoch != v.volume.Epoch) {
 		return nil
@@ -116,8 +117,8 @@ func openDaemon(dir string) (pidfd int, dead bool) {
 		return -1, errors.Is(err, errDaemonDead)
 	}
 	fd, err := unix.PidfdOpen(v.PID, 0)
-	if err != nil {
-		return -1, errors.Is(err, unix.ESRCH)
+	if err != nil { // it died this moment, or its PID namespace has another number for it
+		return -1, errors.Is(readStatus(dir, "version", &v), errDaemonDead)
 	}
 	return fd, false
 }

@@ -9,11 +9,13 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 )
 
 // TestUmountOfAStuckDaemon: -l asks nothing of a daemon that never answers. When that goes on, it ends cleanly.
+// Meanwhile other volumes are formatted, mounted and unmounted.
 func TestUmountOfAStuckDaemon(t *testing.T) {
-	paths := formatted(t, 1, "64m")
+	paths, others := formatted(t, 1, "64m", "-L", "stuck"), formatted(t, 1, "64m", "-L", "other")
 	dir := mounted(t, paths[0])
 	link, way := filepath.Join(t.TempDir(), "link"), filepath.Join(t.TempDir(), "way")
 	require.NoError(t, os.Symlink(dir, link))
@@ -28,8 +30,15 @@ func TestUmountOfAStuckDaemon(t *testing.T) {
 		require.False(t, ok, name)
 	}
 	pid := daemonPID(t, dir)
+	fd, err := unix.PidfdOpen(pid, 0) // it ends before the test does, and then its number may be another's
+	require.NoError(t, err)
+	defer unix.Close(fd)
 	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
-	defer syscall.Kill(pid, syscall.SIGCONT)
+	defer unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0)
+	tuttifs(t, "mkfs", "-q", "-f", "-L", "other", others[0])
+	other := mounted(t, others[0])
+	refused(t, 1, "mounted on "+other, "mkfs", "-f", others[0])
+	tuttifs(t, "umount", other)
 	tuttifs(t, "umount", "-l", filepath.Join(way, filepath.Base(dir)))
 	_, still := findMount(dir)
 	require.False(t, still)
@@ -38,6 +47,42 @@ func TestUmountOfAStuckDaemon(t *testing.T) {
 	label, err := readLabel(paths[0])
 	require.NoError(t, err)
 	require.True(t, label.Clean)
+}
+
+// A filesystem that somebody has mounted over the volume is not taken for it.
+func TestUmountOfACoveredMount(t *testing.T) {
+	paths := formatted(t, 1, "64m")
+	dir := mounted(t, paths[0])
+	require.NoError(t, unix.Mount("none", dir, "tmpfs", 0, "size=64k"))
+	covered := true
+	defer func() {
+		if covered {
+			_ = unix.Unmount(dir, unix.MNT_DETACH)
+		}
+	}()
+	over := filepath.Join(dir, "file")
+	require.NoError(t, os.WriteFile(over, nil, 0o600))
+	for _, flag := range []string{"--lazy=false", "--lazy"} {
+		refused(t, 1, dir+" is not a tuttifs mount", "umount", flag, dir)
+		require.FileExists(t, over)
+	}
+	require.NoError(t, unix.Unmount(dir, 0))
+	covered = false
+	tuttifs(t, "umount", dir)
+}
+
+// Whether the label is clean is seen on a drive that is there.
+func TestUmountWithoutTheFirstDrive(t *testing.T) {
+	paths := formatted(t, 3, "64m")
+	away := paths[0] + "-away"
+	require.NoError(t, os.Rename(paths[0], away))
+	dir := mounted(t, paths[1], "-o", "degraded")
+	tuttifs(t, "umount", dir)
+	label, err := readLabel(paths[1])
+	require.NoError(t, err)
+	require.True(t, label.Clean)
+	require.NoError(t, os.Rename(away, paths[0]))
+	mountOn(t, paths[1], dir) // and the drive is back
 }
 
 // TestUmountUnderAnEngine: an engine keeps its mount; who unmounts is told which process it is and what to do. With -l

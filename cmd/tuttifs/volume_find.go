@@ -91,7 +91,9 @@ func (s *mountSettings) findVolume(name string) ([]string, error) {
 		}
 	}
 	if len(found) == 0 {
-		for _, m := range liveMounts() {
+		_, err := parseUUID(name)
+		interest := func(source string) bool { return err == nil || source == name } // a label stands for the UUID there
+		for _, m := range liveMounts(interest) {
 			if is(m.volume.Label, m.volume.UUID) && !volumes[m.volume.UUID] { // readers may have mounted it twice
 				found = append(found, m.drives()...)
 				volumes[m.volume.UUID] = true
