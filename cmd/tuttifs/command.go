@@ -262,8 +262,11 @@ func emptyFlag(flags *pflag.FlagSet) (name string) {
 		if _, may := f.Annotations[mayBeEmpty]; may || !strings.HasPrefix(f.Value.Type(), "string") {
 			return
 		}
-		switch f.Value.String() {
-		case "", "[]", `[""]`:
+		empty := f.Value.String() == ""
+		if list, ok := f.Value.(pflag.SliceValue); ok {
+			empty = len(list.GetSlice()) == 0 || slices.Contains(list.GetSlice(), "")
+		}
+		if empty {
 			name = f.Name
 		}
 	})

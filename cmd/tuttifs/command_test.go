@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -15,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"tuttifs/extentmap"
 	"tuttifs/nvme/emu"
 )
 
@@ -200,6 +202,11 @@ func TestValuesOfFlags(t *testing.T) {
 	require.Contains(t, stderr, "--requests 99999999999999999999: the number is too large")
 	_, _, stderr = runInProcess(t, "tuttifs", "trace", "-o", "")
 	require.Contains(t, stderr, "--output is empty: give it a value, or leave it out")
+	_, _, stderr = runInProcess(t, "tuttifs", "replay", "x", "--metadata-only", "--admission", "all,")
+	require.Contains(t, stderr, "--admission is empty")
+	path := filepath.Join(t.TempDir(), "none", "[]") // a file may have this name
+	code, _, stderr := runInProcess(t, "tuttifs", "trace", "--requests", "1", "-o", path)
+	require.Equal(t, 1, code, stderr)
 }
 
 // An empty word, as of a variable that is not set, is not the label of volumes without one, nor a place.
@@ -256,9 +263,12 @@ func TestExitCodes(t *testing.T) {
 // What the machine refuses says what to do.
 func TestMountErrorsAdvise(t *testing.T) {
 	for errno, says := range map[unix.Errno]string{unix.EROFS: "mount with -o ro", unix.ENOSPC: "make room there"} {
-		err := explain(fmt.Errorf("drive d0: %w", errno))
+		err := explain(&extentmap.DriveError{Err: extentmap.ErrIO, Name: "d0", Cause: errno})
 		require.ErrorIs(t, err, errno)
 		require.ErrorContains(t, err, says)
+		require.ErrorContains(t, explain(fmt.Errorf("%w: drive 0: %w", extentmap.ErrFailed, errno)), says)
+		sockets := &os.PathError{Op: "mkdir", Path: "/run/tuttifs", Err: errno}
+		require.Equal(t, error(sockets), explain(sockets), "this is of no drive")
 	}
 	require.Equal(t, "x", explain(errors.New("x")).Error())
 }
@@ -334,7 +344,18 @@ func TestEveryMountOptionIsInTheHelp(t *testing.T) {
 }
 
 func TestUnescape(t *testing.T) {
-	require.Equal(t, `a b	c\d`, unescape(`a\040b\011c\134d`))
+	require.Equal(t, `a b	c\d\040#\9`, unescape(`a\040b\011c\134d\134040\043\9`))
+	const options = "rw,user_id=0,group_id=0"
+	long := strings.Repeat("lowerdir=/x:", 1<<14)
+	require.Equal(t, []mountEntry{
+		{"overlay", "/merged", "overlay", long}, {"", "/mnt/a\u00a0b", fsType, options}, {"k v", "/mnt/c d", fsType, options},
+	}, parseMounts("overlay /merged overlay "+long+" 0 0\n /mnt/a\u00a0b "+fsType+" "+options+" 0 0\n"+
+		`k\040v /mnt/c\040d `+fsType+" "+options+" 0 0\n"))
+	for options, others := range map[string]bool{
+		options: false, "rw,user_id=" + strconv.Itoa(os.Geteuid()): false, "rw,user_id=4294967294": true, "rw": true,
+	} {
+		require.Equal(t, others, mountEntry{options: options}.byOthers(), options)
+	}
 }
 
 func TestScaleKV(t *testing.T) {

@@ -192,9 +192,12 @@ func runDaemon(ctx context.Context, do daemon.Options) error {
 
 // explain adds what to do to errors that are about the machine rather than about the volume.
 func explain(err error) error {
+	var ofDrive *extentmap.DriveError // the directory of sockets has advice of its own
 	switch {
 	case errors.Is(err, os.ErrPermission) && os.Geteuid() != 0:
 		return fmt.Errorf("%w (mounting needs root)", err)
+	case !errors.As(err, &ofDrive) && !errors.Is(err, extentmap.ErrFailed):
+		return err
 	case errors.Is(err, unix.EROFS):
 		return fmt.Errorf("%w: the drive cannot be written; mount with -o ro", err)
 	case errors.Is(err, unix.ENOSPC):
