@@ -484,16 +484,7 @@ func TestKilledDaemon(t *testing.T) {
 	require.Contains(t, r.stderr, "the next mount of killed replays the journal")
 	refused(t, 1, "not a tuttifs mount", "umount", dir)
 
-	// What -p does with it is said, and with -q it is not.
-	copies := t.TempDir()
-	for _, path := range paths {
-		b, err := os.ReadFile(path)
-		require.NoError(t, err)
-		require.NoError(t, os.WriteFile(filepath.Join(copies, filepath.Base(path)), b, 0o600))
-	}
-	r = execAs(t, "fsck.tuttifs", "-pq", filepath.Join(copies, filepath.Base(paths[0])))
-	require.Equal(t, fsckCorrected, r.code, r.stderr)
-	require.Empty(t, r.stdout)
+	// What -p does with it is said.
 	r = execAs(t, "fsck.tuttifs", "-p", paths[0])
 	require.Equal(t, fsckCorrected, r.code, r.stderr)
 	require.Contains(t, r.stdout, "repair: the journal is brought into the record tables, and the volume is clean")
