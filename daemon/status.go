@@ -25,6 +25,8 @@ type VersionDocument struct {
 	OutputVersion int    `json:"output_version"`
 	Version       string `json:"version"`
 	PID           int    `json:"pid"`
+	// PIDNamespace is that in which PID is its number, as /proc/self/ns/pid names it; empty where that cannot be read.
+	PIDNamespace string `json:"pid_namespace"`
 }
 
 // VolumeDocument is /.tuttifs/volume. Pools are described, not counted: that is for the statistics.
@@ -361,7 +363,8 @@ type SessionDocument struct {
 }
 
 func (d *Daemon) versionDocument() any {
-	return VersionDocument{StatusVersion, d.options.Version, os.Getpid()}
+	namespace, _ := os.Readlink("/proc/self/ns/pid")
+	return VersionDocument{StatusVersion, d.options.Version, os.Getpid(), namespace}
 }
 
 func (d *Daemon) volumeDocument() any {

@@ -107,11 +107,11 @@ type liveMount struct {
 
 // String names the mount in messages, with its daemon's process.
 func (m liveMount) String() string {
-	var v daemon.VersionDocument
-	if readStatus(m.dir, "version", &v) != nil || v.PID <= 0 {
+	pid, err := daemonProcess(m.dir)
+	if err != nil {
 		return m.dir
 	}
-	return fmt.Sprintf("%s (pid %d)", m.dir, v.PID)
+	return fmt.Sprintf("%s (pid %d)", m.dir, pid)
 }
 
 // drives are the names of the volume's drives, lost ones not among them.

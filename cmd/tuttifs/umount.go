@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,6 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tuttifs/daemon"
+	"tuttifs/drive"
+	"tuttifs/extentmap"
 )
 
 type umountOptions struct{ lazy bool }
@@ -46,11 +49,14 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 	if !ok {
 		return fmt.Errorf("%s is not a tuttifs mount", args[0])
 	}
-	pid, volume, dead := -1, mountedVolume{}, false
+	var volume mountedVolume
+	var pidfd int
+	var unseen error
 	if !o.lazy { // a daemon that is stuck would never say anything
 		volume = readMountedVolume(entry.dir)
-		pid, dead = openDaemon(entry.dir)
-		defer unix.Close(pid)
+		if pidfd, unseen = openDaemon(entry.dir); unseen == nil {
+			defer unix.Close(pidfd)
+		}
 	}
 	flags := unix.UMOUNT_NOFOLLOW
 	if o.lazy {
@@ -66,14 +72,18 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 	case err != nil:
 		return fmt.Errorf("unmounting %s: %w", entry.dir, err)
 	}
-	if dead {
+	switch {
+	case o.lazy:
+		return nil
+	case errors.Is(unseen, errDaemonDead):
 		e.warnf("%s is unmounted; its daemon had died. Nothing that was committed is lost: the next mount of %s replays the "+
 			"journal, and 'tuttifs fsck -n DRIVE' checks it", entry.dir, entry.source)
-	}
-	if pid < 0 {
+		return nil
+	case unseen != nil:
+		e.warnf("%s is unmounted; its daemon may have the drives for a while yet: %v", entry.dir, unseen)
 		return nil
 	}
-	if err := waitDaemon(ctx, pid); err != nil {
+	if err := waitDaemon(ctx, pidfd); err != nil {
 		return err
 	}
 	return volume.checkClean()
@@ -82,45 +92,54 @@ func (o *umountOptions) run(ctx context.Context, e *env, args []string) error {
 // mountedVolume is what a mount says about its volume before it is unmounted.
 type mountedVolume struct {
 	volume daemon.VolumeDocument
-	drives []string
+	drive  string // whose label can be read from here; "" for none
 }
 
-func readMountedVolume(dir string) (v mountedVolume) {
+func readMountedVolume(dir string) mountedVolume {
 	m := liveMount{dir: dir}
 	if readStatus(dir, "volume", &m.volume) != nil {
-		return v // its daemon is dead or dying: then nothing is expected of it
+		return mountedVolume{} // its daemon is dead or dying: then nothing is expected of it
 	}
-	return mountedVolume{m.volume, m.drives()}
+	for _, path := range m.drives() {
+		if drive.IsAddress(path) { // it is its daemon's until that ends
+			return mountedVolume{m.volume, path}
+		}
+		label, err := readLabel(path) // in a container, it may have another name, or none
+		if err == nil && extentmap.FormatUUID(label.Volume) == m.volume.UUID {
+			return mountedVolume{m.volume, path}
+		}
+	}
+	return mountedVolume{volume: m.volume}
 }
 
 // checkClean looks at a label that the daemon should have marked clean, unless somebody has mounted the volume again.
 func (v *mountedVolume) checkClean() error {
-	if v.volume.ReadOnly || len(v.drives) == 0 {
+	if v.volume.ReadOnly || v.drive == "" {
 		return nil
 	}
-	path := v.drives[0]
-	label, err := readLabel(path)
+	label, err := readLabel(v.drive)
 	if err == nil && (label.Clean || label.Epoch != v.volume.Epoch) {
 		return nil
 	}
 	if err != nil {
-		return fmt.Errorf("unmounted, but %s cannot be read any more: %w", path, err)
+		return fmt.Errorf("unmounted, but %s cannot be read any more: %w", v.drive, err)
 	}
 	return fmt.Errorf("unmounted, but the daemon could not finish writing: its log says why. Nothing that was "+
-		"committed is lost: the next mount replays the journal, and 'tuttifs fsck -n %s' checks it", path)
+		"committed is lost: the next mount replays the journal, and 'tuttifs fsck -n %s' checks it", v.drive)
 }
 
-// openDaemon returns a pidfd of the daemon behind a mount, -1 if there is none to wait for.
-func openDaemon(dir string) (pidfd int, dead bool) {
-	var v daemon.VersionDocument
-	if err := readStatus(dir, "version", &v); err != nil || v.PID <= 0 {
-		return -1, errors.Is(err, errDaemonDead)
+// openDaemon returns a pidfd of the daemon behind a mount.
+func openDaemon(dir string) (int, error) {
+	pid, err := daemonProcess(dir)
+	if err != nil {
+		return 0, err
 	}
-	fd, err := unix.PidfdOpen(v.PID, 0)
-	if err != nil { // it died this moment, or its PID namespace has another number for it
-		return -1, errors.Is(readStatus(dir, "version", &v), errDaemonDead)
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.ESRCH) { // it died this moment, or /proc is of a PID namespace around this one
+		_, err = daemonProcess(dir)
+		return 0, cmp.Or(err, errElsewhere)
 	}
-	return fd, false
+	return fd, err
 }
 
 func waitDaemon(ctx context.Context, pidfd int) error {

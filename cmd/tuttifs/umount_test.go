@@ -1,8 +1,11 @@
 package main
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"syscall"
 	"testing"
@@ -10,6 +13,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
+
+	"tuttifs/daemon"
 )
 
 // TestUmountOfAStuckDaemon: -l asks nothing of a daemon that never answers. When that goes on, it ends cleanly.
@@ -83,6 +88,56 @@ func TestUmountWithoutTheFirstDrive(t *testing.T) {
 	require.True(t, label.Clean)
 	require.NoError(t, os.Rename(away, paths[0]))
 	mountOn(t, paths[1], dir) // and the drive is back
+}
+
+// A daemon in a container, where its process has another number, is waited for from outside. From where it cannot be
+// seen, that is said.
+func TestUmountOfAContainersMount(t *testing.T) {
+	paths := formatted(t, 1, "64m")
+	dir := mountPoint(t)
+	contained := func(args ...string) (*exec.Cmd, *bytes.Buffer) {
+		cmd := exec.Command(builtBinary(t), args...)
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWPID}
+		if err := cmd.Start(); errors.Is(err, unix.EPERM) {
+			t.Skip("no PID namespace here: ", err)
+		} else {
+			require.NoError(t, err)
+		}
+		t.Cleanup(func() { _ = cmd.Process.Kill(); _ = cmd.Wait() })
+		return cmd, &stderr
+	}
+	for _, outside := range []bool{true, false} {
+		mount, log := contained("mount", "--foreground", "-o", "sockets="+filepath.Dir(dir), paths[0], dir)
+		require.Eventually(t, func() bool {
+			pid, err := daemonProcess(dir)
+			return err == nil && pid == mount.Process.Pid
+		}, time.Minute, 10*time.Millisecond)
+		var v daemon.VersionDocument
+		require.NoError(t, readStatus(dir, "version", &v))
+		require.Equal(t, 1, v.PID)
+		refused(t, 1, fmt.Sprintf("(pid %d)", mount.Process.Pid), "mkfs", "-f", paths[0])
+		if outside {
+			tuttifs(t, "umount", dir)
+		} else {
+			umount, stderr := contained("umount", dir)
+			require.NoError(t, umount.Wait(), stderr.String())
+			require.Contains(t, stderr.String(), errElsewhere.Error())
+		}
+		require.NoError(t, mount.Wait(), log.String())
+		label, err := readLabel(paths[0])
+		require.NoError(t, err)
+		require.True(t, label.Clean)
+	}
+}
+
+func TestInnermostPID(t *testing.T) {
+	for status, pid := range map[string]int{
+		"Name:\tx\nNSpid:\t4711\t12\t1\nNSpgid:\t4711\t7\t7\n": 1, "NSpid:\t12\n": 12, "NSpid:\n": 0, "Pid:\t3\n": 0, "": 0,
+	} {
+		require.Equal(t, pid, innermostPID([]byte(status)), status)
+	}
 }
 
 // TestUmountUnderAnEngine: an engine keeps its mount; who unmounts is told which process it is and what to do. With -l
