@@ -283,6 +283,7 @@ func TestMkfsLeavesNothingOfAFailure(t *testing.T) {
 	dir := t.TempDir()
 	refused(t, 1, "", "mkfs", "--size", "64m", filepath.Join(dir, "d0"), filepath.Join(dir, "no", "d1"))
 	refused(t, 1, "", "mkfs", "--size", "4k", filepath.Join(dir, "d0"))
+	refused(t, 2, "d0 is named twice", "mkfs", "--size", "64m", filepath.Join(dir, "d0"), dir+"/./d0")
 	require.NoFileExists(t, filepath.Join(dir, "d0"))
 }
 

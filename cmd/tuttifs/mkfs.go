@@ -193,8 +193,9 @@ func sparseSpace(drives []drive.Drive) (list []fileSpace) {
 // even on failure.
 func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []string, err error) {
 	for i, path := range paths {
-		if slices.Contains(paths[:i], path) {
-			return drives, made, usagef("%s is named twice", path)
+		is := func(other string) bool { return other == path || sameFile(other, path) }
+		if at := slices.IndexFunc(paths[:i], is); at >= 0 {
+			return drives, made, usagef("%s is named twice (before as %s)", path, paths[at])
 		}
 		_, statErr := os.Stat(path)
 		missing := errors.Is(statErr, os.ErrNotExist) && !drive.IsAddress(path)
