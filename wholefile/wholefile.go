@@ -53,7 +53,7 @@ func Check(path string) error {
 		}
 		return nil
 	}
-	if err := unix.Access(dir, unix.W_OK|unix.X_OK); err != nil {
+	if err := unix.Access(dir, unix.R_OK|unix.W_OK|unix.X_OK); err != nil { // it is opened to be synced
 		return fmt.Errorf("%s: its directory: %w", path, err)
 	}
 	return nil

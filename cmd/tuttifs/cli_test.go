@@ -334,7 +334,8 @@ func TestMissingAndForeignDrives(t *testing.T) {
 }
 
 func TestWholeWay(t *testing.T) {
-	paths := formatted(t, 4, "256m", "-L", "whole")
+	label := fmt.Sprintf("whole-%d", os.Getpid()) // other runs of this test on this machine have others
+	paths := formatted(t, 4, "256m", "-L", label)
 	dir := mounted(t, paths[1])
 	trace := smallTrace(t, 40)
 
@@ -355,7 +356,7 @@ func TestWholeWay(t *testing.T) {
 	require.EqualValues(t, first.StoredBlocks, files)
 	require.Equal(t, 3, strings.Count(tuttifs(t, "ls", "--limit", "3", dir, pool), "\n"))
 	info := decode[infoDocument](t, tuttifs(t, "info", "--json", dir))
-	require.Equal(t, "whole", info.Label)
+	require.Equal(t, label, info.Label)
 	require.Equal(t, first.StoredBlocks, info.Space.Files)
 	status := decode[statusDocument](t, tuttifs(t, "status", "--json", dir))
 	require.Equal(t, status.Total.Lookups, status.Total.Hits+status.Total.Misses)
@@ -399,14 +400,14 @@ func TestWholeWay(t *testing.T) {
 	refused(t, 1, at+": unmount it first", "mkfs", "-f", paths[0])
 
 	// Its label and UUID are known by the mount, wherever its drives are.
-	for _, spec := range []string{"whole", "LABEL=whole", info.UUID, "UUID=" + info.UUID} {
+	for _, spec := range []string{label, "LABEL=" + label, info.UUID, "UUID=" + info.UUID} {
 		refused(t, 32, at, "mount", spec, mountPoint(t))
 	}
-	refused(t, 32, at, "mount", "whole", dir)
-	refused(t, 8, "mounted on "+dir, "fsck", "whole")
+	refused(t, 32, at, "mount", label, dir)
+	refused(t, 8, "mounted on "+dir, "fsck", label)
 	refused(t, 1, paths[2]+" is drive 2 of the volume that is mounted on "+dir, "drive", "add", dir, paths[2])
 	refused(t, 2, "name one mount point, or drives", "info", dir, paths[0])
-	tuttifs(t, "fsck", "-n", "LABEL=whole")
+	tuttifs(t, "fsck", "-n", "LABEL="+label)
 
 	// Everything survives a remount through the names of mount(8).
 	tuttifs(t, "umount", dir)

@@ -20,7 +20,7 @@ import (
 // TestUmountOfAStuckDaemon: -l asks nothing of a daemon that never answers. When that goes on, it ends cleanly.
 // Meanwhile other volumes are formatted, mounted and unmounted.
 func TestUmountOfAStuckDaemon(t *testing.T) {
-	paths, others := formatted(t, 1, "64m", "-L", "stuck"), formatted(t, 1, "64m", "-L", "other")
+	paths, others := formatted(t, 1, "64m"), formatted(t, 1, "64m")
 	dir := mounted(t, paths[0])
 	link, way := filepath.Join(t.TempDir(), "link"), filepath.Join(t.TempDir(), "way")
 	require.NoError(t, os.Symlink(dir, link))
@@ -40,7 +40,7 @@ func TestUmountOfAStuckDaemon(t *testing.T) {
 	defer unix.Close(fd)
 	require.NoError(t, syscall.Kill(pid, syscall.SIGSTOP))
 	defer unix.PidfdSendSignal(fd, unix.SIGCONT, nil, 0)
-	tuttifs(t, "mkfs", "-q", "-f", "-L", "other", others[0])
+	tuttifs(t, "mkfs", "-q", "-f", others[0])
 	other := mounted(t, others[0])
 	refused(t, 1, "mounted on "+other, "mkfs", "-f", others[0])
 	tuttifs(t, "umount", other)
