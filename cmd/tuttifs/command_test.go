@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 	"golang.org/x/sys/unix"
 
+	"tuttifs/daemon"
 	"tuttifs/extentmap"
 	"tuttifs/nvme/emu"
 )
@@ -356,6 +358,22 @@ func TestUnescape(t *testing.T) {
 	} {
 		require.Equal(t, others, mountEntry{options: options}.byOthers(), options)
 	}
+}
+
+// A directory that may not be looked into is no mount for that.
+func TestStatusOfAPrivateDirectory(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("becoming another user needs root")
+	}
+	dir := t.TempDir()
+	require.NoError(t, os.Chmod(dir, 0o700))
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	require.NoError(t, unix.Setfsuid(65534))
+	err := readStatus(dir, "version", &daemon.VersionDocument{})
+	require.NoError(t, unix.Setfsuid(0))
+	require.ErrorIs(t, err, os.ErrPermission)
+	require.NotContains(t, err.Error(), "owner")
 }
 
 func TestScaleKV(t *testing.T) {

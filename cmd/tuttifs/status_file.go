@@ -33,6 +33,9 @@ func readStatus(dir, name string, v any) error {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, unix.ENOTDIR):
 		return fmt.Errorf("%s is not a tuttifs mount: %w", dir, err)
 	case errors.Is(err, fs.ErrPermission):
+		if _, ok := findMount(dir); !ok {
+			return err
+		}
 		return fmt.Errorf("%w: the mount is its owner's, and others' with -o allow_other and a umask that lets them", err)
 	case err != nil:
 		return err
