@@ -207,7 +207,7 @@ func refuseMember(path string) error {
 	}
 	for _, d := range doc.Drives {
 		if d.State == "online" && sameFile(d.Name, path) {
-			return fmt.Errorf("%s is drive %d of the volume that is mounted on %v", path, d.Index, m)
+			return fmt.Errorf("%s is drive %d of the volume that is mounted on %s", path, d.Index, m.describe())
 		}
 	}
 	return nil

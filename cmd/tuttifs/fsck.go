@@ -175,7 +175,7 @@ func (o *fsckOptions) run(ctx context.Context, e *env, args []string) (err error
 // inUseError says where the volume is mounted, if it is.
 func inUseError(path string, err error) error {
 	if m, ok := mountOfDrive(path, false); ok {
-		return fmt.Errorf("%w; it is mounted on %v: unmount it, or look at it with -n", err, m)
+		return fmt.Errorf("%w; it is mounted on %s: unmount it, or look at it with -n", err, m.describe())
 	}
 	return fmt.Errorf("%w; unmount the volume, or look at it with -n", err)
 }

@@ -219,7 +219,8 @@ func (o *mkfsOptions) openDrives(paths []string) (drives []drive.Drive, made []s
 			return drives, made, err
 		}
 		if m, ok := mountOfDrive(path, false); ok {
-			return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %v: unmount it first", path, m)
+			return drives, made, fmt.Errorf("%s is part of the volume that is mounted on %s: unmount it first", path,
+				m.describe())
 		}
 		d, err := drive.Open(path, drive.Options{ReadOnly: o.dryRun || o.lbaSize.list})
 		if errors.Is(err, drive.ErrBusy) {

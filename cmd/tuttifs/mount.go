@@ -177,7 +177,7 @@ const (
 func runDaemon(ctx context.Context, do daemon.Options) error {
 	// Locks see neither that a file is behind a loop device nor that two devices are paths to one drive.
 	if m, ok := mountOfDrive(do.Paths[0], do.ReadOnly); ok {
-		return fmt.Errorf("%s is part of the volume that is mounted on %v", do.Paths[0], m)
+		return fmt.Errorf("%s is part of the volume that is mounted on %s", do.Paths[0], m.describe())
 	}
 	for deadline := time.Now().Add(busyPatience); ; time.Sleep(busyRetry) {
 		err := daemon.Run(ctx, do)

@@ -105,8 +105,8 @@ type liveMount struct {
 	volume daemon.VolumeDocument
 }
 
-// String names the mount in messages, with its daemon's process.
-func (m liveMount) String() string {
+// describe names the mount in messages, with its daemon's process if that can be seen from here.
+func (m liveMount) describe() string {
 	pid, err := daemonProcess(m.dir)
 	if err != nil {
 		return m.dir
