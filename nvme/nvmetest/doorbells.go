@@ -2,6 +2,7 @@ package nvmetest
 
 import (
 	"fmt"
+	"sync"
 	"sync/atomic"
 	"time"
 	"unsafe"
@@ -22,9 +23,11 @@ const (
 // doorbells are a page of memory that others map instead of the registers, and that is looked at again and again.
 type doorbells struct {
 	fd       int
-	memory   []byte
 	stop     chan struct{}
 	finished chan struct{}
+
+	mu     sync.Mutex // held from the look at a doorbell until the controller has it
+	memory []byte     // nil when they are closed
 }
 
 // ShareDoorbells lets the doorbells be mapped, by other processes too.
@@ -44,17 +47,15 @@ func (t *Emulated) ShareDoorbells() error {
 	for off := 0; off < doorbellBytes; off += 4 {
 		atomic.StoreUint32(b.word(off), silent)
 	}
-	t.mu.Lock()
-	t.bells = b
-	t.mu.Unlock()
-	go b.forward(t)
+	t.bells.Store(b)
+	go b.run(t)
 	return nil
 }
 
 func (b *doorbells) word(off int) *uint32 { return (*uint32)(unsafe.Pointer(&b.memory[off])) }
 
-// forward rings at the controller what was rung in memory.
-func (b *doorbells) forward(t *Emulated) {
+// run looks at them until they are closed.
+func (b *doorbells) run(t *Emulated) {
 	defer close(b.finished)
 	tick := time.NewTicker(looksEvery)
 	defer tick.Stop()
@@ -63,14 +64,21 @@ func (b *doorbells) forward(t *Emulated) {
 		case <-b.stop:
 			return
 		case <-tick.C:
+			b.forward(t)
 		}
-		for off := 0; off < doorbellBytes; off += 4 {
-			if atomic.LoadUint32(b.word(off)) == silent {
-				continue
-			}
-			if v := atomic.SwapUint32(b.word(off), silent); v != silent {
-				t.Store32(uint32(nvme.RegDoorbells+off), v)
-			}
+	}
+}
+
+// forward rings at the controller what was rung in memory.
+func (b *doorbells) forward(t *Emulated) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for off := 0; off < len(b.memory); off += 4 {
+		if atomic.LoadUint32(b.word(off)) == silent {
+			continue
+		}
+		if v := atomic.SwapUint32(b.word(off), silent); v != silent {
+			t.store(uint32(nvme.RegDoorbells+off), v)
 		}
 	}
 }
@@ -81,6 +89,9 @@ func (b *doorbells) close() {
 	}
 	close(b.stop)
 	<-b.finished
+	b.mu.Lock()
+	defer b.mu.Unlock()
 	_ = unix.Munmap(b.memory) // whole, and ours
+	b.memory = nil
 	_ = unix.Close(b.fd)
 }

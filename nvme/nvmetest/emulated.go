@@ -33,7 +33,7 @@ type Emulated struct {
 	next    uint64
 	regions atomic.Pointer[[]emu.Region] // never changed in place
 	closed  bool
-	bells   *doorbells // nil: they cannot be mapped
+	bells   atomic.Pointer[doorbells] // nil: they cannot be mapped
 }
 
 // iovaBase is where the controller's address space begins: not zero, so that forgotten addresses are noticed.
@@ -73,8 +73,15 @@ func (t *Emulated) Load32(off uint32) uint32 {
 	return uint32(t.Controller.ReadRegister(off, 4))
 }
 
-// Store32 writes a register.
+// Store32 writes a register. What was rung before comes first, as writes do on a bus.
 func (t *Emulated) Store32(off, v uint32) {
+	if b := t.bells.Load(); b != nil {
+		b.forward(t)
+	}
+	t.store(off, v)
+}
+
+func (t *Emulated) store(off, v uint32) {
 	if t.gone.Load() || off >= registerBytes {
 		return
 	}
@@ -181,12 +188,11 @@ func (t *Emulated) Request() { close(t.requested) }
 
 // Doorbells says where they can be mapped from: nowhere, unless ShareDoorbells was called.
 func (t *Emulated) Doorbells() (fd int, offset int64, ok bool) {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	if t.bells == nil {
+	b := t.bells.Load()
+	if b == nil {
 		return -1, 0, false
 	}
-	return t.bells.fd, 0, true
+	return b.fd, 0, true
 }
 
 // Close ends the controller; it reaches nothing any more.
@@ -197,7 +203,7 @@ func (t *Emulated) Close() error {
 		return os.ErrClosed
 	}
 	t.closed = true
-	t.bells.close()
+	t.bells.Load().close()
 	t.Controller.Close()
 	t.regions.Store(&[]emu.Region{})
 	t.gone.Store(true)
