@@ -5,6 +5,7 @@ package cuda
 import (
 	"fmt"
 	"path/filepath"
+	"runtime"
 
 	"github.com/ebitengine/purego"
 )
@@ -19,16 +20,30 @@ var libraryFolders = []string{
 	"/opt/*/lib/python3*/*-packages/nvidia/*/lib",
 }
 
+// dlopen is purego's with the error that belongs to it: the linker keeps one for each thread.
+func dlopen(path string, mode int) (uintptr, error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	return purego.Dlopen(path, mode)
+}
+
+// dlsym is likewise.
+func dlsym(library uintptr, name string) (uintptr, error) {
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	return purego.Dlsym(library, name)
+}
+
 // loadLibrary loads a library by its soname. It stays loaded.
 func loadLibrary(name string) (uintptr, error) {
-	lib, err := purego.Dlopen(name, purego.RTLD_NOW|purego.RTLD_GLOBAL)
+	lib, err := dlopen(name, purego.RTLD_NOW|purego.RTLD_GLOBAL)
 	if err == nil {
 		return lib, nil
 	}
 	for _, folder := range libraryFolders {
 		paths, _ := filepath.Glob(filepath.Join(folder, name))
 		for _, path := range paths {
-			if lib, err := purego.Dlopen(path, purego.RTLD_NOW|purego.RTLD_GLOBAL); err == nil {
+			if lib, err := dlopen(path, purego.RTLD_NOW|purego.RTLD_GLOBAL); err == nil {
 				return lib, nil
 			}
 		}
@@ -39,7 +54,7 @@ func loadLibrary(name string) (uintptr, error) {
 // bindAll sets functions, given by their addresses, to the library's.
 func bindAll(lib uintptr, functions map[string]any) error {
 	for name, f := range functions {
-		address, err := purego.Dlsym(lib, name)
+		address, err := dlsym(lib, name)
 		if err != nil {
 			return fmt.Errorf("%w: %w", ErrNoLibrary, err)
 		}

@@ -4,12 +4,17 @@ package cuda
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
+	"sync"
 	"testing"
 	"unsafe"
 
+	"github.com/ebitengine/purego"
+	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -78,4 +83,23 @@ func TestLibrariesNotInstalled(t *testing.T) {
 	_, err := loadLibrary("libtuttifs-no-such.so.1")
 	require.True(t, errors.Is(err, ErrNoLibrary))
 	require.ErrorContains(t, err, "libtuttifs-no-such.so.1")
+}
+
+// TestLinkerErrorsAreTheCallers: an error has the name that its caller asked for, whatever others ask for meanwhile and
+// on whichever thread goroutines go on.
+func TestLinkerErrorsAreTheCallers(t *testing.T) {
+	var all sync.WaitGroup
+	for i := range 8 {
+		all.Go(func() {
+			name := fmt.Sprintf("libtuttifs-no-such-%d.so", i)
+			for range 200 {
+				_, err := dlopen(name, purego.RTLD_NOW)
+				if !assert.ErrorContains(t, err, name) {
+					return
+				}
+				runtime.Gosched()
+			}
+		})
+	}
+	all.Wait()
 }

@@ -31,7 +31,7 @@ var libraries = []string{
 func openLibrary(paths []string) (*Driver, error) {
 	var first error
 	for _, path := range paths {
-		library, err := purego.Dlopen(path, purego.RTLD_NOW|purego.RTLD_LOCAL)
+		library, err := dlopen(path, purego.RTLD_NOW|purego.RTLD_LOCAL)
 		if err != nil {
 			if first == nil {
 				first = err
@@ -55,7 +55,7 @@ type symbols struct {
 }
 
 func (s *symbols) find(name string) uintptr {
-	f, err := purego.Dlsym(s.handle, name)
+	f, err := dlsym(s.handle, name)
 	if err != nil && s.err == nil {
 		s.err = fmt.Errorf("%s is missing", name)
 	}
