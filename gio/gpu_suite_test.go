@@ -88,7 +88,7 @@ func TestGPUBesideOthers(t *testing.T) {
 		s.Only = crowded
 		if polling {
 			// A kernel that polls for writes which are held back keeps whoever frees memory in its context waiting,
-			// and that keeps whoever launches: no read begins before the writes have ended.
+			// and that keeps whoever launches: no read begins before the writes have ended (docs/rings.md).
 			s.Only = slices.DeleteFunc(slices.Clone(crowded), func(name string) bool { return name == "HeldWrites" })
 		}
 		giotest.Run(t, s)
