@@ -345,7 +345,7 @@ func TestEveryMountOptionIsInTheHelp(t *testing.T) {
 	}
 }
 
-func TestUnescape(t *testing.T) {
+func TestMountTable(t *testing.T) {
 	require.Equal(t, `a b	c\d\040#\9`, unescape(`a\040b\011c\134d\134040\043\9`))
 	const options = "rw,user_id=0,group_id=0"
 	long := strings.Repeat("lowerdir=/x:", 1<<14)
